@@ -101,10 +101,9 @@ def _workers(model: object) -> Communicator:
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         return Communicator(model.process_group)
     if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
-        from powersgd_triton.integrations.fsdp2.units import worker_groups
+        from powersgd_triton.integrations.fsdp2.divisions import divide
 
-        replicas, others = worker_groups(model, None)
-        return Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
+        return divide(model, None)[0].communicator
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
             raise TypeError(f"attach expects a wrapped model; {type(model).__name__} has one as {name!r}: attach that")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
+from powersgd_triton.ops.gradients import real_shape
 
 FOREIGN = (
     "neither whole nor this worker's own. If one worker wrote the state with torch.save(), it has only that worker's "
@@ -71,6 +75,24 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
+def no_error(parameter: DTensor) -> DTensor:
+    """Return an error of zeros, placed like a parameter."""
+    local = torch.zeros(real_shape(parameter.to_local().shape, parameter.dtype), device=parameter.device)
+    return placed(local, parameter.device_mesh, parameter.placements, real_shape(parameter.shape, parameter.dtype))
+
+
+def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the saved states of one model's parts as one. ``read_factors`` reads its factors."""
+    factors = io.BytesIO()
+    torch.save({"joined": [state["factors"] for state in states]}, factors)
+    errors = {name: error for state in states for name, error in state["error"].items()}
+    return {
+        "error": errors,
+        "factors": factors.getvalue(),
+        "iteration": max(state["iteration"] for state in states),
+    }
+
+
 def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:
     """Return {name: parts} and the plan of one saved shard, the squares, and whole errors of vectors.
 
@@ -81,6 +103,13 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
     # Damaged content can make the reader raise anything.
     except Exception as error:
         raise ValueError(f"the factors in the saved state cannot be read: {error!r}") from error
+    if isinstance(found, Mapping) and isinstance(found.get("joined"), list):
+        parts = [read_factors(part, worker, workers) for part in found["joined"]]
+        plan: dict[str, Any] = {}
+        for key, ours in (item for part in parts for item in part[1].items()):
+            plan[key] = plan.get(key, {}) | ours
+        whole: list[dict[str, Any]] = [{n: v for part in parts for n, v in part[i].items()} for i in (0, 2, 3)]
+        return whole[0], plan, whole[1], whole[2]
     if not isinstance(found, Mapping) or not isinstance(found.get("shards"), list):
         raise ValueError("the factors in the saved state must have a version and a list of shards")
     check_version(found.get("version"))
@@ -108,3 +137,11 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
 def _values(mappings: list[Any]) -> list[Any]:
     """Return the values of all mappings, and None for what is not a mapping."""
     return [value for each in mappings for value in (each.values() if isinstance(each, Mapping) else [None])]
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, if it is there, or the file or the link in its place, but not what a link leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

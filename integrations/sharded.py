@@ -7,8 +7,7 @@ import dataclasses
 import io
 import math
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,15 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
-from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing, renamed
+from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing, plain, renamed
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, remove, weighted_squares
+from powersgd_triton.layout.matrices import Size, sizes
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ranks.report import RankReport
 
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, if it is there, or the file or the link in its place, but not what a link leads to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class ShardedHandle(Handle):
@@ -54,6 +45,8 @@ class ShardedHandle(Handle):
 
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
+    # {name: zero error} of matrices that the framework averages itself, and that may be compressed on another mesh.
+    _left: Mapping[str, Callable[[], DTensor]] = {}
 
     def report(self) -> RankReport:
         """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table."""
@@ -64,6 +57,11 @@ class ShardedHandle(Handle):
     def _place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
         raise NotImplementedError
+
+    def _fetched(self, name: str, error: DTensor) -> Tensor:
+        """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
+        del name
+        return error.to_local()
 
     def _shard(self) -> tuple[int, int]:
         """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows."""
@@ -100,6 +98,8 @@ class ShardedHandle(Handle):
         # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
         vectors = {name: errors.pop(name).full_tensor().cpu() for name in sorted(errors.keys() - shapes.keys())}
         content = {"version": saved["format_version"], "shards": shards, "squares": squares, "vectors": vectors}
+        errors |= {name: zeros() for name, zeros in self._left.items()}
+        squares |= dict.fromkeys(self._left, 0.0)
         if self._engine.given.planned:
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
@@ -122,9 +122,7 @@ class ShardedHandle(Handle):
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
-        # What this worker compresses: its own rows, or all.
-        sharded = bool(self._communicator.others)
-        fetched = {name: (e.to_local() if sharded else e.full_tensor()).flatten() for name, e in errors.items()}
+        fetched = {name: self._fetched(name, error).flatten() for name, error in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
@@ -133,26 +131,29 @@ class ShardedHandle(Handle):
             known = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
             tensors = sizes(known | self._matrices(), self._engine.given)
             matrices: dict[str, dict[str, Tensor]] = {}
-            for name, (n, m, rank) in tensors.items():
+            for name, size in tensors.items():
+                (n, m, rank, count), rows = size, size.rows
                 parts: dict[str, Tensor] = {}
                 if rank:
                     # A basis has other rows if tensor parallelism split the columns into another number of parts.
-                    lengths = {"left_basis": n, "basis": m}
+                    lengths = {"left_basis": count * n, "basis": count * m}
                     saved = nearest["matrices"].get(name, {})
                     parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
                     if "basis" not in parts:
                         # Equal on all workers. The matrix was not compressed, or not so.
                         generator = torch.Generator().manual_seed(0)
-                        parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
+                        parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0].repeat(count, 1)
                 if name in fetched and (rank or fetched[name].any()):
                     # The rows of a shard are padded.
                     error = fetched[name]
-                    parts["error"] = torch.nn.functional.pad(error, (0, n * m - len(error))).view(n, m)
+                    parts["error"] = torch.nn.functional.pad(error, (0, rows * m - len(error))).view(rows, m)
                 if parts:
                     matrices[name] = parts
-            return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
+            plain_sizes = {name: plain(size) for name, size in tensors.items()}
+            return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
 
-        return load(self._engine, read)
+        report = load(self._engine, read)
+        return dataclasses.replace(report, dropped=(*report.dropped, *(name for name in self._left if sums.get(name))))
 
     def save(self, folder: Folder) -> None:
         # What an interrupted call has left is gone before a worker writes.
@@ -223,17 +224,20 @@ class ShardedHandle(Handle):
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard())
+        # A saved state may have tensors that other workers average here; see ``fsdp2.divided``.
+        known = self._engine.tensors()
+        plan = {key: renamed(part, rename) for key, part in plan.items()}
         nearest = {
             "format_version": FORMAT_VERSION,
             "iteration": state_dict["iteration"],
             "matrices": renamed(matrices, rename),
-            "plan": {key: renamed(part, rename) for key, part in plan.items()},
+            "plan": {k: {n: v for n, v in p.items() if n in known or k == "settled"} for k, p in plan.items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
         if self._engine.given.error_feedback:
             found, needed = {**vectors, **state_dict["error"]}, self._matrices()
-            for name, shape in self._engine.tensors().items():
+            for name, shape in known.items():
                 saved = saved_names.get(name, name)
                 if saved in found and saved in squares and (name in needed or saved in vectors):
                     errors[name] = own_part(saved, found[saved], self._place(name, torch.zeros(tuple(shape))))
@@ -281,7 +285,12 @@ class WholeHandle(ShardedHandle):
         # that have made different numbers of groups wait for each other forever.)
         if len(ranks) == dist.get_world_size():
             group = new_group(group, ranks, torch.device(self._mesh.device_type))
-        self._engine.connect(Communicator(group, node_group=node_group))
+        others = [workers.group for workers in self._communicator.others if workers.group is not None]
+        self._engine.connect(Communicator(group, others, node_group=node_group))
+
+    def _fetched(self, name: str, error: DTensor) -> Tensor:
+        del name
+        return error.full_tensor()
 
     def _place(self, name: str, error: Tensor) -> DTensor:
         shape = tuple(self._engine.tensors()[name])

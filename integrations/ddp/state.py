@@ -14,7 +14,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.loading import load, own_state, restore, save
-from powersgd_triton.core.saved_state import LoadReport, Size, check_version
+from powersgd_triton.core.saved_state import LoadReport, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
 from powersgd_triton.integrations.ddp.arguments import (
@@ -28,7 +28,7 @@ from powersgd_triton.integrations.ddp.arguments import (
 )
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import Place
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.matrices import Size, sizes
 from powersgd_triton.schemes import new_engine
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")

@@ -23,6 +23,7 @@ from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig, unlike
 from powersgd_triton.integrations.common import announce
 from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
+from powersgd_triton.integrations.deepspeed.experts import MixtureState, State, new_state
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import (
@@ -35,7 +36,7 @@ from powersgd_triton.integrations.deepspeed.refusals import (
 )
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
-__all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
+__all__ = ["DeepSpeedState", "MixtureState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
 # The original, which neither the runner nor ``autoload`` has replaced.
 _initialize = vars(_deepspeed)["initialize"]
@@ -66,7 +67,7 @@ def enable_from_section(engine: Any) -> None:
         enable(engine)
 
 
-def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: NodeGroup = None) -> DeepSpeedState | None:
+def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: NodeGroup = None) -> State | None:
     """Compress an engine's gradients. Collective. Call it before training.
 
     Args:
@@ -80,19 +81,19 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     Raises:
         PowerSGDConfigError: There is no configuration, two differ, or DeepSpeed's forbids it. It lists all reasons.
     """
-    state: DeepSpeedState | None = getattr(engine, "powersgd", None)
+    state: State | None = getattr(engine, "powersgd", None)
     if state is not None:
         if config is not None and config != state.config:
             raise refusal(["the engine is compressed with {} already; got {}".format(*unlike(state.config, config))])
         return state
 
-    def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:
+    def prepare() -> tuple[tuple[State, str | None] | None, Facts, Facts]:
         found = chosen(engine, config)
         if found is None:
             return None, {"enabled": False}, {}
         wanted, section = found
         try:
-            state = DeepSpeedState(wanted, engine, node_group or section.node_group)
+            state = new_state(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
             raise refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
@@ -113,7 +114,7 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     return state
 
 
-def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:  # noqa: ARG001
+def expected_traffic(engine: Any, state: State) -> Traffic:  # noqa: ARG001
     """Return the bytes that an engine's step sends after ``start_iter``, with and without compression."""
     return state.traffic()
 

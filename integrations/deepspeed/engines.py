@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import deepspeed.comm
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.common import describe_bytes, describe_ranks
 from powersgd_triton.layout.layout import Layout
@@ -22,6 +26,22 @@ from powersgd_triton.ranks.report import RankReport, fewer
 def averaging_group(engine: Any) -> Any:
     """Return the process group over which an engine averages gradients."""
     return engine.mpu.get_data_parallel_group() if engine.pipeline_parallelism else engine.seq_data_parallel_group
+
+
+def experts_group(parameter: Tensor) -> str:
+    """Return the name of the expert-data group that averages a parameter's gradient. Empty for all workers."""
+    # As ``deepspeed.moe.utils.is_moe_param``.
+    return "" if getattr(parameter, "allreduce", True) else str(parameter.group_name)  # type: ignore[attr-defined]
+
+
+def communicator_of(engine: Any, workers: Any, node_group: NodeGroup = None) -> Communicator:
+    """Return the collectives of a process group over which an engine averages gradients."""
+    # Workers with other experts hear of an error too.
+    groups = engine.expert_data_parallel_group.items()
+    peers = [engine.expert_parallel_group[name] for name, group in groups if group is workers]
+    others = [group for group in peers if dist.get_world_size(group) > 1]
+    # DeepSpeed's collectives, so that its communication logger counts the messages.
+    return Communicator(workers, others, deepspeed.comm, node_group)
 
 
 def loss_scale_source(engine: Any) -> LossScaleSource:
@@ -99,11 +119,24 @@ class Traffic:
         """Bytes of a whole step with compression."""
         return self.factors + self.differences
 
+    @classmethod
+    def sum(cls, parts: Iterable[Traffic]) -> Traffic:
+        """Return what the parts of a model send together."""
+        return cls(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+
 
 def traffic_of(
-    engine: Any, config: PowerSGDConfig, layout: Layout, workers: int, partitions: tuple[int, int] | None
+    engine: Any,
+    config: PowerSGDConfig,
+    layout: Layout,
+    workers: int,
+    own: Iterable[Tensor],
+    partitions: tuple[int, int] | None,
 ) -> Traffic:
-    """Return what a step sends. ``partitions``: bytes of parameters, and of their differences, if these are sent."""
+    """Return what a step sends of a state's ``own`` parameters, which some ``workers`` share.
+
+    ``partitions``: bytes of parameters, and of their differences, if these are sent.
+    """
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     bf16_optimizer = is_bf16_optimizer(optimizer)
@@ -119,10 +152,10 @@ def traffic_of(
     parameters = 0
     if stage == 3:
         # Frozen parameters too, in each forward and backward pass.
-        every = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
+        every = sum(math.prod(whole_shape(p)) * p.element_size() for p in own)
         parameters = 2 * engine.gradient_accumulation_steps() * every
     elif stage or bf16_optimizer:
-        parameters = sum(p.nbytes for p in engine.module.parameters() if p.requires_grad)
+        parameters = sum(p.nbytes for p in own if p.requires_grad)
     parameters, differences = partitions or (parameters, parameters)
     # A ring's share of the whole.
     share, quantized = (workers - 1) / workers, config.quantize is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from powersgd_triton.config import logger
 from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, run_within
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
+from powersgd_triton.integrations.deepspeed.experts import State
 
 EXACT = "_powersgd_exact"
 """Marks the function of ``Accelerator`` that is replaced, once for all engines."""
@@ -28,7 +28,7 @@ EXACT = "_powersgd_exact"
 Method = Callable[..., Any]
 
 
-def override_methods(engine: Any, state: DeepSpeedState) -> None:
+def override_methods(engine: Any, state: State) -> None:
     """Let a state average an engine's gradients, end its steps, and be in its checkpoints."""
     owner, method, override = averaging_method(engine)
     setattr(owner, method, override(engine, state, getattr(owner, method)))
@@ -38,7 +38,7 @@ def override_methods(engine: Any, state: DeepSpeedState) -> None:
         _override_exports(engine, state)
 
 
-def averaging_method(engine: Any) -> tuple[Any, str, Callable[[Any, DeepSpeedState, Method], Method]]:
+def averaging_method(engine: Any) -> tuple[Any, str, Callable[[Any, State, Method], Method]]:
     """Return the object that averages an engine's gradients, its method's name, and what returns the override."""
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
@@ -49,9 +49,8 @@ def averaging_method(engine: Any) -> tuple[Any, str, Callable[[Any, DeepSpeedSta
     return engine, "allreduce_no_retain", _all_reduce
 
 
-def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+def _all_reduce(engine: Any, state: State, original: Method) -> Method:
     """Stage 0, the pipeline engine and BF16_Optimizer: an all-reduce of a list of gradients."""
-    workers = dist.get_process_group_ranks(state.group)
 
     def all_reduce(
         bucket: Sequence[Tensor],
@@ -59,7 +58,7 @@ def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
         numel_per_bucket: int = 500_000_000,
         dp_world_size: float | None = None,
     ) -> None:
-        if not state.compressing() or dist.get_process_group_ranks(dp_group) != workers:
+        if not state.compressing() or not state.averages(dp_group):
             original(bucket, dp_group, numel_per_bucket, dp_world_size)
             return
         flats = _parameters_by_address(engine)
@@ -69,8 +68,8 @@ def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
         known = {parameter: g.detach() for tensor in bucket for parameter, g in flats.get(tensor.data_ptr(), [])}
         # Copy gradients that are not contiguous, as DeepSpeed itself does.
         copies = {parameter: gradient.contiguous() for parameter, gradient in known.items()}
-        divisor = dp_world_size or len(workers) if getattr(engine, "gradient_average", True) else 1
-        state.average(copies, factor=len(workers) / divisor)
+        divisor = dp_world_size if getattr(engine, "gradient_average", True) else 1
+        state.average(copies, divisor=divisor)
         for parameter, gradient in known.items():
             if copies[parameter] is not gradient:
                 gradient.copy_(copies[parameter])
@@ -91,11 +90,20 @@ def _parameters_by_address(engine: Any) -> dict[int, list[tuple[Tensor, Tensor]]
     return dict(zip(flats, pairs, strict=True))
 
 
-def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+def _reduce_bucket(engine: Any, state: State, original: Method) -> Method:
     """Stages 1 and 2: an all-reduce of a flat bucket, of which each worker keeps slices."""
     optimizer = engine.optimizer
     # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
     optimizer.reduce_scatter = False
+
+    @contextmanager
+    def exactly() -> Iterator[None]:
+        """Let DeepSpeed average experts before ``start_iter``. Its all-reduce of buckets would sum different ones."""
+        optimizer.reduce_scatter = not state.compressing()
+        try:
+            yield
+        finally:
+            optimizer.reduce_scatter = False
 
     def reduce_bucket(tensor: Tensor, *dtype: torch.dtype) -> Any:
         if not state.compressing() or tensor.numel() == 0:
@@ -113,10 +121,13 @@ def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Meth
             parameter: _kept(optimizer, gradients[parameter], group, identity)
             for (group, _, identity), parameter in zip(entries, parameters, strict=True)
         }
+        # DeepSpeed divides the gradients of experts by the number of all workers too.
         averaging, workers = getattr(optimizer, "gradient_average", True), dist.get_world_size(state.group)
-        state.average(gradients, kept, float(optimizer.sequence_parallel_size if averaging else workers))
+        state.average(gradients, kept, workers / optimizer.sequence_parallel_size if averaging else 1)
         return tensor
 
+    if engine.has_moe_layers:
+        run_within(optimizer, "average_tensor", exactly)
     return reduce_bucket
 
 
@@ -130,7 +141,7 @@ def _kept(optimizer: Any, gradient: Tensor, group: int, identity: Any) -> tuple[
     return int(first), gradient[first : first + room]
 
 
-def _reduce_scatter(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+def _reduce_scatter(engine: Any, state: State, original: Method) -> Method:
     """Stage 3: a reduce-scatter of a list of gradients, of which each worker keeps partitions."""
     optimizer = engine.optimizer
     # Without reduce-scatter, DeepSpeed sums over the workers of one sequence instead of averaging. Do the same.
@@ -153,13 +164,13 @@ def _reduce_scatter(engine: Any, state: DeepSpeedState, original: Method) -> Met
             first = min(worker * each, gradient.numel())
             numel = min(each, gradient.numel() - first)
             kept[parameter] = first, gradient.new_empty(numel, dtype=optimizer.gradient_accumulation_dtype)
-        state.average(gradients, kept, factor)
+        state.average(gradients, kept, workers / factor)
         return [partition for _, partition in kept.values()]
 
     return reduce_scatter
 
 
-def _override_checkpoints(engine: Any, state: DeepSpeedState) -> None:
+def _override_checkpoints(engine: Any, state: State) -> None:
     """Make the engine save the state before it marks a checkpoint as the latest, and load it after the model."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
@@ -190,7 +201,7 @@ def _override_checkpoints(engine: Any, state: DeepSpeedState) -> None:
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def _override_exports(engine: Any, state: DeepSpeedState) -> None:
+def _override_exports(engine: Any, state: State) -> None:
     """Make exports write the optimizer's parameters, rounded."""
     run_within(engine, "save_16bit_model", state.exact_parameters)
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
@@ -202,7 +213,7 @@ def _override_exports(engine: Any, state: DeepSpeedState) -> None:
     @functools.wraps(get)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         compressed = getattr(model, "powersgd", None)
-        with compressed.exact_parameters() if isinstance(compressed, DeepSpeedState) else nullcontext():
+        with compressed.exact_parameters() if isinstance(compressed, State) else nullcontext():
             return get(self, model, *args, **kwargs)
 
     setattr(get_state_dict, EXACT, True)

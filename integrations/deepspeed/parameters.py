@@ -8,20 +8,21 @@ updates. DeepSpeed rounds them into the model's parameters v, which all workers 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import deepspeed.comm
+import deepspeed
 import torch
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import fingerprint, together
+from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, masters_of, run_within
+from powersgd_triton.integrations.deepspeed.engines import communicator_of, is_bf16_optimizer, masters_of, run_within
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -37,6 +38,7 @@ class Group(NamedTuple):
     rows: Tensor
     own: Tensor
     masters: Tensor
+    parameters: Sequence[Tensor]
 
 
 class ParameterOverride:
@@ -44,20 +46,23 @@ class ParameterOverride:
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
         self.width, self._config = DIFFERENCES[width], config
-        optimizer = self._optimizer = engine.optimizer
+        self._engine, optimizer = engine, engine.optimizer
+        self._optimizer = optimizer
         self._module = _gathering_module(optimizer)
         groups = self._groups()
         # The owner's v. DeepSpeed rounds w into the partition before it gathers.
         self._kept = [torch.empty_like(group.own) for group in groups]
-        parameters = optimizer.bf16_groups if is_bf16_optimizer(optimizer) else optimizer.bit16_groups
-        self._padding = [_gaps(group.rows, views) for group, views in zip(groups, parameters, strict=True)]
+        self._padding = [_gaps(group.rows, group.parameters) for group in groups]
         self._steps = 0
         self._sent = self._exact = False
         run_within(optimizer, "step", self._sending)
 
-    def bytes_per_step(self) -> tuple[int, int]:
-        """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages."""
-        groups = self._groups()
+    def bytes_per_step(self, own: Container[int]) -> tuple[int, int]:
+        """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages.
+
+        They are those of the parameter groups that have parameters with the identities ``own``.
+        """
+        groups = [group for group in self._groups() if any(id(parameter) in own for parameter in group.parameters)]
         messages = [(len(group.rows), part) for group in groups for part in self._messages(group)]
         sent = sum(owners * self.width.difference_bytes(part.stop - part.start)[1] for owners, part in messages)
         return sum(group.rows.nbytes for group in groups), sent
@@ -124,21 +129,26 @@ class ParameterOverride:
             for gap in padding:
                 group.rows.view(-1)[gap].zero_()
         self._steps += 1
-        if groups and self._config.check_every and self._steps % self._config.check_every == 0:
+        if self._config.check_every and self._steps % self._config.check_every == 0:
             # What changes v besides the optimizer may differ on each worker.
-            prints = {f"parameters of group {index}": int(fingerprint(g.rows)) for index, g in enumerate(groups)}
-            together("a check", lambda: (None, {}, prints), groups[0].communicator, groups[0].own.device)
+            for index, group in enumerate(groups):
+                print_of = {f"parameters of group {index}": int(fingerprint(group.rows))}
+                together("a check", functools.partial(_facts, print_of), group.communicator, group.own.device)
 
     def _groups(self) -> list[Group]:
         """Return the optimizer's parameter groups. Not kept, since DeepSpeed may offload and reload their tensors."""
         optimizer = self._optimizer
-        flats = optimizer.bf16_groups_flat if is_bf16_optimizer(optimizer) else optimizer.bit16_groups_flat
+        bf16 = is_bf16_optimizer(optimizer)
+        flats = optimizer.bf16_groups_flat if bf16 else optimizer.bit16_groups_flat
+        parameters = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
         groups = []
-        for flat, masters, workers in zip(flats, masters_of(optimizer), optimizer.real_dp_process_group, strict=True):
-            # DeepSpeed's collectives, so that its communication logger counts the messages.
-            communicator = Communicator(workers, collectives=deepspeed.comm)
-            rows = flat.detach().view(communicator.world_size, -1)
-            groups.append(Group(communicator, rows, rows[communicator.index], masters.detach()))
+        all_workers = optimizer.real_dp_process_group
+        for flat, masters, views, workers in zip(flats, masters_of(optimizer), parameters, all_workers, strict=True):
+            communicator = communicator_of(self._engine, workers)
+            # What one worker has alone, such as its experts, is not sent.
+            if communicator.world_size > 1:
+                rows = flat.detach().view(communicator.world_size, -1)
+                groups.append(Group(communicator, rows, rows[communicator.index], masters.detach(), views))
         return groups
 
     def _messages(self, group: Group) -> list[slice]:
@@ -175,6 +185,10 @@ def why_not_differences(engine: Any) -> str | None:
             "way. DeepSpeed's own all-gather makes them equal again, differences do not: leave the key out"
         )
     return None
+
+
+def _facts(replicated: Facts) -> tuple[None, Facts, Facts]:
+    return None, {}, replicated
 
 
 def _gathering_module(optimizer: Any) -> ModuleType | None:

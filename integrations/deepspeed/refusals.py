@@ -153,7 +153,10 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
             "keeps only their real parts at the others. Make it real, with torch.view_as_real"
         )
     if getattr(engine, "has_moe_layers", False):
-        yield "mixture-of-experts layers average some gradients in groups of their own: use a model without them"
+        if stage == 3:
+            yield "mixture-of-experts layers at ZeRO stage 3: use stage 1 or 2"
+        if dist.get_world_size(workers) < dist.get_world_size():
+            yield "mixture-of-experts layers with tensor or pipeline parallelism: use one of both"
     if getattr(getattr(zero, "offload_optimizer", None), "super_offload", False):
         yield '"super_offload" moves gradients in its own way: set it to false'
     if stage == 3 and (getattr(zero, "mics_shard_size", -1) or -1) > 0:

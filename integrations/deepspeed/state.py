@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm
+import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
@@ -18,36 +19,55 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import adopt, compared, save
-from powersgd_triton.core.saved_state import LoadReport, sizes_digest
+from powersgd_triton.core.saved_state import LoadReport, plain, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.deepspeed.engines import Traffic, averaging_group, traffic_of, whole_shape
+from powersgd_triton.integrations.deepspeed.engines import (
+    Traffic,
+    averaging_group,
+    communicator_of,
+    experts_group,
+    traffic_of,
+    whole_shape,
+)
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
 FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
+EXPERTS = "powersgd_{group}_{index:02d}_state.pt"
+"""One file for the experts of each index in their expert-parallel group, which DeepSpeed names by its size."""
 
 
 class DeepSpeedState(Handle):
-    """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it."""
+    """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it.
+
+    With mixtures of experts it is a ``MixtureState``, of which this is a part.
+
+    Args:
+        config: Configuration of the compression.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        node_group: See ``enable``.
+        experts: Name of the expert-data group whose experts these are. Empty for the other parameters.
+    """
 
     saved_with_model = True
 
-    def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None) -> None:
-        self.group, self._framework = averaging_group(engine), engine
-        self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
+    def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None, experts: str = "") -> None:
+        self.group = engine.expert_data_parallel_group[experts] if experts else averaging_group(engine)
+        self._framework, self._experts = engine, experts
+        own = {name: p for name, p in engine.module.named_parameters() if experts_group(p) == experts}
+        self.names = {id(parameter): plain_name(name) for name, parameter in own.items()}
         sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
         # Only dense gradients. DeepSpeed averages sparse gradients itself.
         self.shapes = {
-            self._names[id(parameter)]: whole_shape(parameter)
-            for parameter in engine.module.parameters()
+            self.names[id(parameter)]: whole_shape(parameter)
+            for parameter in own.values()
             if parameter.requires_grad and 0 not in whole_shape(parameter) and id(parameter) not in sparse
         }
-        # DeepSpeed's collectives, so that its communication logger counts the factors.
-        communicator = Communicator(self.group, collectives=deepspeed.comm, node_group=node_group)
+        communicator = communicator_of(engine, self.group, node_group)
         super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.
@@ -58,32 +78,38 @@ class DeepSpeedState(Handle):
         self._reached = True
         return bool(self._framework.global_steps >= self.config.start_iter)
 
+    def averages(self, group: Any) -> bool:
+        """Return whether this state averages over the workers of a process group."""
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group)
+
     @torch.no_grad()
     def average(
         self,
         gradients: Mapping[Tensor, Tensor],
         parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
-        factor: float = 1.0,
+        divisor: float | None = None,
     ) -> None:
-        """Average {parameter: gradient} over the workers, times ``factor``. The gradients are contiguous.
+        """Sum {parameter: gradient} over the workers and divide by ``divisor``. None averages.
 
-        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}, or None for all.
+        The gradients are contiguous. ``parts`` are {parameter: (first element, tensor that takes the result from there
+        on)}, or None for all.
         """
         if not gradients:
             return
-        unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self._names]
+        unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self.names]
         if unknown:
             raise RuntimeError(
                 f"DeepSpeed reduces the gradient of a parameter of shape {unknown[0]} that the module did not have "
                 "when powersgd was enabled; change the model before deepspeed.initialize"
             )
-        names = {parameter: self._names[id(parameter)] for parameter in gradients}
+        names = {parameter: self.names[id(parameter)] for parameter in gradients}
         shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
         views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
         ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
         bucket = self._engine.begin(tuple(shapes), shapes.copy, next(iter(gradients.values())).device)
         self._engine.average(bucket, views, ranges=ranges)
+        factor = 1.0 if divisor is None else self._communicator.world_size / divisor
         if factor != 1.0:
             for out in views.values() if parts is None else [out for _, out in parts.values()]:
                 out.mul_(factor)
@@ -111,9 +137,10 @@ class DeepSpeedState(Handle):
 
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
-        partitions = None if self.parameters is None else self.parameters.bytes_per_step()
-        layout, workers = self._layout(), self._communicator.world_size
-        return traffic_of(self._framework, self.config, layout, workers, partitions)
+        partitions = None if self.parameters is None else self.parameters.bytes_per_step(self.names)
+        own = [parameter for parameter in self._framework.module.parameters() if id(parameter) in self.names]
+        workers = self._communicator.world_size
+        return traffic_of(self._framework, self.config, self._layout(), workers, own, partitions)
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
@@ -129,7 +156,7 @@ class DeepSpeedState(Handle):
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
         # Include parameters of this model that have not had a gradient yet.
-        idle = {name: [n, m, 0] for name, (n, m, _) in sizes(self.shapes, self.config).items()}
+        idle = {name: plain(size._replace(rank=0)) for name, size in sizes(self.shapes, self.config).items()}
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
@@ -193,6 +220,9 @@ class DeepSpeedState(Handle):
 
     def _file(self, stage: str = "") -> str:
         engine = self._framework
+        if self._experts:
+            index = dist.get_rank(engine.expert_parallel_group[self._experts])
+            return EXPERTS.format(group=self._experts, index=index)
         own = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
         return FILE.format(stage=stage or f"{own:02d}", part=f"{engine.checkpoint_mp_rank:02d}")
 

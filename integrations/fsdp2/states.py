@@ -13,70 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
-from powersgd_triton.comm.agreement import Facts, fingerprint, found, together
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.integrations.common import broadcast_from_first
-from powersgd_triton.integrations.fsdp2.units import Unit, find_units, local_tensors, worker_groups
+from powersgd_triton.integrations.common import broadcast_from_first, plain_name
+from powersgd_triton.integrations.fsdp2.divisions import Division
+from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors
 from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
-from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
-
-
-def apply_powersgd(
-    model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
-) -> HybridShardState | FullShardState:
-    """Compress the gradients of a model to which ``fully_shard`` or ``replicate`` was applied. Collective.
-
-    Call it once, before the first step. If the model has replicas (HSDP), FSDP reduce-scatters inside the shard group
-    as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form. Parameters and
-    buffers are overwritten with those of the first replica, at the beginning of the first training step if they are on
-    the meta device. The model has replicas if its mesh has a replicate dimension, or with ``replicate_group``.
-
-    Otherwise (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of the whole model's
-    size, if errors are kept. Prefer HSDP if the model's shards fit on fewer workers, or ``quantize="int8"``.
-
-    Args:
-        model: The root module. ``fully_shard`` may have been applied to its submodules too.
-        config: Configuration of the compression.
-        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``, of a model that is
-            sharded on ``mesh["shard"]``. Not needed if the whole mesh was given to ``fully_shard``.
-
-    Returns:
-        The state of the compression, for checkpoints and statistics.
-
-    Raises:
-        TypeError, ValueError: ``config`` is not a configuration, or its budget is too small; the model is not sharded,
-            or in a way that is not supported; ``apply_powersgd`` was called before. Nothing was changed.
-        RuntimeError: The group cannot be used, or this torch was not tried with a replicate dimension in the mesh.
-    """
-    replicas, others = found("apply_powersgd", lambda: worker_groups(model, replicate_group))
-    communicator = Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
-
-    def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
-        units = find_units(model, replicas)
-        if replicas is not None:
-            state: HybridShardState | FullShardState = HybridShardState(model, config, units, communicator)
-            splits = len(others) > (units[0].shard_group is not None)
-            state._engine.plan.quantizes = not splits
-            if state.config.whole_format and splits:
-                field = "quantize" if state.config.quantize else "bypass"
-                raise ValueError(
-                    f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
-                    "elements, also of several tensors, share a scale: give rank or compression alone"
-                )
-            return state, {}, {}
-        state = FullShardState(config, units, communicator)
-        refuse_auto(config, "a sharded model without replicas")
-        return state, {}, {}
-
-    # Collectives follow, so that no worker may raise an error alone.
-    state = together("apply_powersgd", prepare, communicator)
-    state._take_over()
-    return state
 
 
 class HybridShardState(ShardedHandle):
@@ -86,9 +32,11 @@ class HybridShardState(ShardedHandle):
     ``model.set_requires_all_reduce(False)`` keeps the sums, in fp32 shards, until a backward pass with ``True``.
     """
 
-    def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
+    def __init__(self, model: nn.Module, config: PowerSGDConfig, division: Division, names: set[str]) -> None:
+        units, communicator = division.units, division.communicator
         super().__init__(new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units)))
         self._model, self._units, self._equal = model, units, False
+        self._shared = names
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
 
@@ -98,7 +46,7 @@ class HybridShardState(ShardedHandle):
         for unit in self._units:
             unit.take_over_all_reduce()
             hook = functools.partial(self._all_reduce, unit)
-            unit.module.set_all_reduce_hook(hook)
+            unit.replace("_all_reduce_hook", hook)
             unit.guard("_all_reduce_hook", hook)
 
     def make_replicas_equal(self) -> None:
@@ -118,13 +66,13 @@ class HybridShardState(ShardedHandle):
 
     @torch.no_grad()
     def _broadcast(self) -> None:
-        broadcast_from_first((tensor for _, tensor in local_tensors(self._model)), self._communicator)
+        broadcast_from_first(self._tensors().values(), self._communicator)
         self._equal = True
 
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
-        tensors = dict(local_tensors(self._model))
+        tensors = self._tensors()
         prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in tensors.values()]))
         unequal = (prints != prints[0]).any(dim=0).tolist()
         names = [name for name, differs in zip(tensors, unequal, strict=True) if differs]
@@ -134,8 +82,12 @@ class HybridShardState(ShardedHandle):
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return {name: this worker's part} of the parameters and buffers that replicas have in common."""
+        return {name: tensor for name, tensor in local_tensors(self._model) if plain_name(name) in self._shared}
+
     def _place(self, name: str, error: Tensor) -> DTensor:
-        parameter: DTensor = next(u.parameters[name].sharded_param for u in self._units if name in u.parameters)
+        parameter: DTensor = parameter_of(self._units, name).sharded_param
         rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
         # Without the padding that makes shards equal.
         local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
@@ -201,9 +153,10 @@ class FullShardState(WholeHandle):
 
     replaces_reduce_scatter = True
 
-    def __init__(self, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
+    def __init__(self, config: PowerSGDConfig, division: Division) -> None:
+        units, communicator = division.units, division.communicator
         engine = new_engine(config, communicator, lambda: shapes(units, padded=False), buckets=len(units))
-        super().__init__(engine, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
+        super().__init__(engine, units[0].parameter_group.mesh_info.mesh)
         self._units = units
 
     def _take_over(self) -> None:
@@ -211,10 +164,31 @@ class FullShardState(WholeHandle):
         self.use_own_group()
         for unit in self._units:
             reduce_scatter: Any = CustomReduceScatter(self, unit)
-            unit.module.set_custom_reduce_scatter(reduce_scatter)
+            unit.replace("_reduce_scatter_comm", reduce_scatter)
             # FSDP has nothing to reduce-scatter on one worker.
             if self._workers > 1:
                 unit.guard("_reduce_scatter_comm", reduce_scatter)
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        found = parameter_of(self._units, name)
+        parameter, dim = found.sharded_param, found.fsdp_placement.dim
+        whole = error.view(real_shape(found._orig_size, parameter.dtype))
+        size = -(-whole.shape[dim] // self._workers)
+        first, behind = (min(index * size, whole.shape[dim]) for index in (self._worker, self._worker + 1))
+        # A copy, since torch.save() does not take a DTensor whose part is a view.
+        own = whole.narrow(dim, first, behind - first).to(parameter.device_mesh.device_type, copy=True).contiguous()
+        shape = real_shape(parameter.shape, parameter.dtype)
+        return placed(own, parameter.device_mesh, parameter.placements, shape)
+
+    def _fetched(self, name: str, error: DTensor) -> Tensor:
+        # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
+        dim, own = parameter_of(self._units, name).fsdp_placement.dim, error.to_local()
+        shape = next(shapes[name] for shapes in (u.shapes(padded=True) for u in self._units) if name in shapes)
+        padded = own.new_zeros(shape)
+        padded.narrow(dim, 0, own.shape[dim]).copy_(own)
+        parts = [torch.empty_like(padded) for _ in range(self._workers)]
+        dist.all_gather(parts, padded, group=self._communicator.group)
+        return torch.cat(parts, dim).narrow(dim, 0, self._engine.tensors()[name][dim])
 
 
 class CustomReduceScatter:
@@ -249,16 +223,26 @@ class CustomReduceScatter:
         memory = sent.new_empty(bucket.layout.numel)
         gradients: dict[str, Tensor] = {}
         ranges: dict[str, tuple[int, Tensor]] = {}
+        cut: list[tuple[Tensor, Tensor]] = []
         shards, own = sent.view(state._workers, -1).split(numels, dim=1), output.split(numels)
         for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
+            dim = unit.parameters[whole.name].fsdp_placement.dim
             gradient = gradients[whole.name] = memory[whole.span].view(whole.shape)
-            gradient.copy_(columns.reshape(-1, *shape[1:])[: whole.shape[0]])
+            joined = columns.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
+            gradient.copy_(joined.narrow(dim, 0, whole.shape[dim]))
+            if dim > 0:
+                # Not a range of the average. FSDP divides these dimensions into equal parts.
+                ranges[whole.name] = 0, gradient.view(-1)
+                cut.append((mine.view(shape), gradient.narrow(dim, state._worker * shape[dim], shape[dim])))
+                continue
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
             first, behind = (min(index * shape[0], whole.shape[0]) for index in (state._worker, state._worker + 1))
             width = math.prod(shape[1:])
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
         engine.average(bucket, gradients, ranges=ranges)
+        for mine, average in cut:
+            mine.copy_(average)
         if op == dist.ReduceOp.SUM:
             state._note_overflow(output.mul_(state._workers))
 
@@ -266,3 +250,8 @@ class CustomReduceScatter:
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the trainable parameters of all units. See ``Unit.shapes``."""
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
+
+
+def parameter_of(units: list[Unit], name: str) -> Any:
+    """Return FSDP's object for a trainable parameter."""
+    return next(unit.parameters[name] for unit in units if name in unit.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.ops.gradients import real_shape
@@ -40,10 +41,16 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class Unit:
     """Parameters of one module whose gradients FSDP reduces in one message. FSDP's object is ``parameter_group``."""
 
-    def __init__(self, module: FSDPModule, where: str, parameter_group: Any, names: dict[int, str]) -> None:
-        self.module, self.where, self.parameter_group = module, where, parameter_group
-        # The workers of the reduce-scatter. None if there is none.
-        self.shard_group = shards_of(parameter_group)
+    def __init__(
+        self, where: str, parameter_group: Any, names: dict[int, str], replicate_group: dist.ProcessGroup | None
+    ) -> None:
+        self.where, self.parameter_group = where, parameter_group
+        # The workers over which its mesh replicates. None if it does not.
+        self.native: dist.ProcessGroup | None = getattr(parameter_group.mesh_info, "replicate_process_group", None)
+        # The workers that hold the same shards. None if there are none.
+        self.replicas = self.native if replicate_group is None else replicate_group
+        # The workers of the reduce-scatter. None after ``replicate()``.
+        self.shard_group: dist.ProcessGroup | None = getattr(parameter_group.mesh_info, "shard_process_group", None)
         # How often FSDP asked this package to average them.
         self.calls = 0
         # FSDP's objects for the parameters, in the order in which FSDP packs gradients.
@@ -81,6 +88,10 @@ class Unit:
 
         return isinstance(self.parameter_group.mesh_info, DDPMeshInfo)
 
+    def replace(self, attribute: str, ours: Any) -> None:
+        """Make FSDP call ``ours``. Not by a method of the module: these refuse several parameter groups."""
+        setattr(self.parameter_group, attribute, ours)
+
     def guard(self, attribute: str, ours: Any) -> None:
         """Raise an error in a backward pass that writes gradients of the unit without having called ``ours``."""
         original = self.parameter_group.post_backward
@@ -112,13 +123,22 @@ class Unit:
         return [None if gradient is None else gradient.to_local()._version for gradient in gradients]
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
+        """Return {name: shape} of this worker's padded shards of the trainable parameters, or of what FSDP shards."""
         found: dict[str, tuple[int, ...]] = {}
         workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
         for name, parameter in self.parameters.items():
-            rows, *columns = parameter._orig_size
-            found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
+            shape, dim = list(parameter._orig_size), parameter.fsdp_placement.dim
+            shape[dim] = -(-shape[dim] // workers)
+            found[name] = real_shape(tuple(shape), parameter.sharded_param.dtype)
         return found
+
+    def parts(self) -> list[int]:
+        """Return for each parameter into how many parts it is divided, by FSDP and by other parallelism."""
+        placed = [parameter.sharded_param for parameter in self.named_parameters.values()]
+        return [
+            math.prod(p.device_mesh.size(dim) for dim, each in enumerate(p.placements) if not each.is_replicate())
+            for p in placed
+        ]
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
@@ -130,83 +150,53 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
     return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
 
 
-def worker_groups(
-    model: nn.Module, replicate_group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the replicas of a model, if any, and those with other shards: of FSDP, then of tensor parallelism."""
-    groups = [group for module in model.modules() for group in _parameter_groups(module)]
-    if not groups:
-        raise ValueError(
-            "the model has no parameters to which torch.distributed.fsdp.fully_shard was applied; apply it first. "
-            "If the model is in DistributedDataParallel, use integrations.ddp"
-        )
-    native = next(filter(None, map(replicas_of, groups)), None)
-    replicas = replicate_group if replicate_group is not None else native
-    shards = next(filter(None, map(shards_of, groups)), None)
-    found = [] if shards is None else [shards]
-    known = {_ranks(group) for group in (replicas, native, shards) if group is not None}
-    for mesh in dict.fromkeys(p.sharded_param.device_mesh for group in groups for p in group.fsdp_params):
-        for group in mesh.get_all_groups():
-            if _ranks(group) not in known and dist.get_world_size(group) > 1:
-                known.add(_ranks(group))
-                found.append(group)
-    return replicas, found
-
-
-def _ranks(group: dist.ProcessGroup) -> frozenset[int]:
+def ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
+    """Return the workers of a group."""
     return frozenset(dist.get_process_group_ranks(group))
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
-    """Return the model's units that have parameters. An error if one is sharded in a way that is not supported."""
+    """Return the model's units that have parameters: one for each parameter group of FSDP."""
     reshard(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    units: list[Unit] = []
+    units: dict[int, Unit] = {}
     for path, module in model.named_modules():
         groups = _parameter_groups(module)
         where = f"module {path!r}" if path else "the root module"
-        if len(groups) > 1:
-            raise ValueError(
-                f"{where} has {len(groups)} parameter groups, sharded on different meshes by shard_placement_fn; "
-                "apply fully_shard to submodules instead, so that each uses only one mesh"
-            )
-        if groups and not any(unit.parameter_group is groups[0] for unit in units):
-            units.append(Unit(module, where, groups[0], names))
-            _check(units[-1], replicate_group)
-    if len({unit.shard_group and _ranks(unit.shard_group) for unit in units}) > 1:
-        raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
-    return units
+        for number, group in enumerate(groups, start=1):
+            place = where if len(groups) == 1 else f"{where} (parameter group {number})"
+            units.setdefault(id(group), Unit(place, group, names, replicate_group))
+    return list(units.values())
 
 
-def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
+def check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
+    """Refuse a unit whose averaging cannot be replaced, or that has other replicas than those given: an error."""
     group, where = unit.parameter_group, unit.where
     if group._all_reduce_hook is not None:
         raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
     reduce_scatter = type(group._reduce_scatter_comm).__name__
-    if replicate_group is None and reduce_scatter != "DefaultReduceScatter":
+    if unit.replicas is None and reduce_scatter != "DefaultReduceScatter":
         raise ValueError(
-            f"{where} has a custom reduce-scatter ({reduce_scatter}); set none. Was apply_powersgd called before?"
+            f"{where} has a custom reduce-scatter ({reduce_scatter}), which compression would replace; set none, nor "
+            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm, or use replicas: "
+            f"{TWO_MESHES}. Or was apply_powersgd called before?"
         )
-    for name, parameter in unit.named_parameters.items():
-        placements = parameter.sharded_param.placements
-        if parameter.fsdp_placement.dim != 0:
-            raise ValueError(f"leave out shard_placement_fn: {name!r} must be on dim 0; got {parameter.fsdp_placement}")
-        if replicate_group is None and list(placements) != [Shard(0)]:
-            raise ValueError(f"{name!r} is placed as {placements}; for tensor parallelism use replicas: {TWO_MESHES}")
+    if unit.native is not None:
+        check_torch()
     if replicate_group is None:
         return
-    replicas, native, shards = _ranks(replicate_group), replicas_of(group), shards_of(group)
-    if native is not None:
-        check_torch()
-        if _ranks(native) != replicas:
+    replicas = ranks_of(replicate_group)
+    if unit.native is not None:
+        if ranks_of(unit.native) != replicas:
             raise ValueError(
                 f"replicate_group has the workers {sorted(replicas)}, but {where} is replicated over the workers "
-                f"{sorted(_ranks(native))} by its mesh; leave replicate_group out"
+                f"{sorted(ranks_of(unit.native))} by its mesh; leave replicate_group out"
             )
-    elif shards is not None and _ranks(shards) & replicas != {dist.get_rank()}:
+    elif unit.shard_group is not None and ranks_of(unit.shard_group) & replicas != {dist.get_rank()}:
         raise ValueError(
-            f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over {sorted(_ranks(shards))}; "
-            f"they must have this worker ({dist.get_rank()}) in common and no other: {TWO_MESHES}"
+            f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over "
+            f"{sorted(ranks_of(unit.shard_group))}; they must have this worker ({dist.get_rank()}) in common and no "
+            f"other: {TWO_MESHES}"
         )
 
 
@@ -219,16 +209,6 @@ def check_torch(version: str = torch.__version__) -> None:
             f"models with a replicate dimension in their mesh were run with torch {'.'.join(map(str, oldest))} to "
             f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or {ONE_MESH}"
         )
-
-
-def replicas_of(parameter_group: Any) -> dist.ProcessGroup | None:
-    """Return the workers over which the mesh of a parameter group replicates. None if it does not."""
-    return getattr(parameter_group.mesh_info, "replicate_process_group", None)
-
-
-def shards_of(parameter_group: Any) -> dist.ProcessGroup | None:
-    """Return the workers over which a parameter group is sharded. None after ``replicate()``."""
-    return getattr(parameter_group.mesh_info, "shard_process_group", None)
 
 
 def _described(found: Any) -> str:

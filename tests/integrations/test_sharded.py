@@ -23,7 +23,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
-from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.layout.matrices import compressed_rank
 from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import time_compute
@@ -306,10 +306,9 @@ def wrong_use(worker: int, world_size: int) -> None:
     apply_powersgd(copies, RANK_2)
     divided, _ = full_shard(Net(), line, RANK_2)
     divided.set_gradient_divide_factor(8.0)
-    custom, on_dim_1 = Net(), nn.Linear(4, 4, bias=False)
+    custom = Net()
     head: Any = fully_shard(custom.head, mesh=line)
     head.set_custom_reduce_scatter(nn.Identity())
-    fully_shard(on_dim_1, mesh=shards, shard_placement_fn=lambda _: Shard(1))
 
     def attempt(model: Any, replicate_group: Any = group) -> str:
         return complaint(apply_powersgd, model, RANK_2, replicate_group)
@@ -333,8 +332,10 @@ def wrong_use(worker: int, world_size: int) -> None:
         (attempt(sharded(Net(), mesh), replicate_group=shards.get_group()), f"{wrong_group}leave replicate_group out"),
         (attempt(sharded(Net(), mesh)), "^nothing$"),
         (attempt(Net()), "ValueError.*fully_shard"),
-        (attempt(on_dim_1), "ValueError.*'weight'.*dim 0"),
-        (attempt(sharded(custom, line), replicate_group=None), r"'head'.*custom reduce-scatter \(Identity\)"),
+        (
+            attempt(sharded(custom, line), replicate_group=None),
+            r"'head'.*custom reduce-scatter \(Identity\).*nor set_symm_mem",
+        ),
         (complaint(backward, divided, worker), r"RuntimeError.*divide_factor.*_force_sum_reduction_for_comms\(True\)"),
         (
             version,

@@ -150,18 +150,18 @@ def engine_for(case: Case, section: Mapping[str, Any] | None = None, model: Any 
         model.alternates = case.unused
         if case.sparse:
             model.tokens.sparse = True
+    groups = getattr(model, "groups", lambda: list(model.parameters()))()
     given: dict[str, Any] = {}
     if case.optimizer:
         config.pop("optimizer")
         config["zero_allow_untested_optimizer"] = True
         kind, rate = (torch.optim.SGD, 0.5) if case.optimizer == "sgd" else (torch.optim.AdamW, 3e-3)
-        given["optimizer"] = kind(model.parameters(), lr=rate)
+        given["optimizer"] = kind(groups, lr=rate)
     accelerator = type(deepspeed.accelerator.get_accelerator())
     supported = accelerator.is_fp16_supported
     if "fp16" in case.options:
         # The CPU computes with it all the same, slowly.
         accelerator.is_fp16_supported = lambda _: True
-    groups = getattr(model, "groups", lambda: list(model.parameters()))()
     with contextlib.redirect_stdout(None):
         engine = deepspeed.initialize(model=model, model_parameters=groups, config=config, **given)[0]
     try:

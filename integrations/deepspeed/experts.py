@@ -1,0 +1,165 @@
+"""DeepSpeed: mixtures of experts, whose gradients are averaged over fewer workers than those of other parameters.
+
+Workers of an expert-parallel group have different experts. Those of an expert-data group have the same ones, and
+average their gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton.comm.nodes import NodeGroup
+from powersgd_triton.config import PowerSGDConfig, logger
+from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.handle import Folder
+from powersgd_triton.integrations.common import plain_name
+from powersgd_triton.integrations.deepspeed.engines import Traffic, experts_group
+from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
+from powersgd_triton.integrations.deepspeed.state import EXPERTS, DeepSpeedState
+from powersgd_triton.integrations.several import Several, check_shared, merged_loads
+
+DENSE = "dense"
+"""Label of the state of all parameters that are no experts. Other labels are DeepSpeed's names of groups."""
+
+
+class MixtureState(Several):
+    """The compression of an engine with experts: a state for each expert-data group, and one for other parameters.
+
+    Attributes:
+        group: Process group that averages the other parameters.
+        left_out: Names of experts that only this worker has, so that there is nothing to average.
+    """
+
+    def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None) -> None:
+        check_shared(config)
+        groups: dict[str, list[tuple[str, Tensor]]] = {}
+        for name, parameter in engine.module.named_parameters():
+            groups.setdefault(experts_group(parameter), []).append((plain_name(name), parameter))
+        shared = [g for g in groups if g and dist.get_world_size(engine.expert_data_parallel_group[g]) > 1]
+        self._dense = DeepSpeedState(config, engine, node_group)
+        self._experts = {group: DeepSpeedState(config, engine, experts=group) for group in shared}
+        self._parts = [self._dense, *self._experts.values()]
+        super().__init__(config, {DENSE: self._dense, **self._experts})
+        self.group = self._dense.group
+        alone = [pair for group, pairs in groups.items() if group and group not in shared for pair in pairs]
+        self.left_out = self._dense.left_out = tuple(name for name, _ in alone)
+        self._owners: dict[int, DeepSpeedState | None] = {id(parameter): None for _, parameter in alone}
+        self._owners |= {identity: state for state in self._parts for identity in state.names}
+
+    @property
+    def parameters(self) -> ParameterOverride | None:
+        """What sends parameters as differences. None if DeepSpeed gathers them."""
+        return self._dense.parameters
+
+    @parameters.setter
+    def parameters(self, override: ParameterOverride | None) -> None:
+        for state in self._parts:
+            state.parameters = override
+
+    def compressing(self) -> bool:
+        """See ``DeepSpeedState.compressing``."""
+        # Each one notes the call.
+        compressing = [state.compressing() for state in self._parts]
+        return all(compressing)
+
+    def averages(self, group: Any) -> bool:
+        """See ``DeepSpeedState.averages``."""
+        return any(state.averages(group) for state in self._parts)
+
+    def average(
+        self,
+        gradients: Mapping[Tensor, Tensor],
+        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
+        divisor: float | None = None,
+    ) -> None:
+        """See ``DeepSpeedState.average``. The sum over one worker is its gradient."""
+        # In one order on all workers. A parameter that is not known is an error of the state for all workers.
+        owned: dict[DeepSpeedState | None, list[Tensor]] = {state: [] for state in (*self._parts, None)}
+        for parameter in gradients:
+            owned[self._owners.get(id(parameter), self._dense)].append(parameter)
+        alone = owned.pop(None)
+        for state, own in owned.items():
+            kept = None if parts is None else {parameter: parts[parameter] for parameter in own}
+            assert state is not None
+            state.average({parameter: gradients[parameter] for parameter in own}, kept, divisor)
+        if divisor is not None:
+            for parameter in alone:
+                (gradients[parameter] if parts is None else parts[parameter][1]).div_(divisor)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """See ``DeepSpeedState.step``."""
+        with contextlib.ExitStack() as steps:
+            for state in self._parts:
+                steps.enter_context(state.step())
+            yield
+
+    def traffic(self) -> Traffic:
+        """See ``DeepSpeedState.traffic``."""
+        return Traffic.sum([state.traffic() for state in self._parts])
+
+    def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """See ``DeepSpeedState.exact_parameters``."""
+        return self._dense.exact_parameters()
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
+        """See ``DeepSpeedState.load``."""
+        self._dense._together("load", lambda: self._check_experts(self.tagged(folder, None) or Path(folder)))
+        return super().load(folder, missing_ok=missing_ok)
+
+    def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
+        """See ``DeepSpeedState.read``. Experts that were not compressed when the state was saved start without errors.
+
+        ValueError: Experts were distributed over another number of workers.
+        """
+        self._dense._together("load", lambda: self._check_experts(find()))
+        found = {state: state.read(find) for state in self._parts}
+        if not any(found.values()):
+            return None
+
+        def go_on() -> LoadReport:
+            reports = []
+            for state, load in found.items():
+                if load is None:
+                    logger.warning("powersgd: there is no PowerSGD state of some experts; their errors start at zero")
+                    state.forget()
+                else:
+                    reports.append(load())
+            return merged_loads(reports)
+
+        return go_on
+
+    def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
+        """See ``DeepSpeedState.tagged``."""
+        return self._dense.tagged(load_dir, tag)
+
+    def _check_experts(self, folder: Path | None) -> None:
+        saved = sorted(folder.glob(EXPERTS.format(group="ep_size_*", index=0))) if folder is not None else []
+        known = {EXPERTS.format(group=group, index=0) for group in self._experts}
+        others = [file.name for file in saved if file.name not in known]
+        if others:
+            raise ValueError(
+                f"{folder} has {', '.join(others)}: errors of experts that were distributed otherwise. This engine "
+                f"compresses those of {', '.join(self._experts) or 'no group'}. Continue with the ep_size and workers "
+                "that saved it, or remove powersgd_ep_size_*_state.pt to start experts with errors of zero"
+            )
+
+    def _folder(self, folder: Folder, label: str) -> Path:  # noqa: ARG002
+        # The files have different names.
+        return Path(folder)
+
+
+State = DeepSpeedState | MixtureState
+
+
+def new_state(config: PowerSGDConfig, engine: Any, node_group: NodeGroup) -> State:
+    """Return the state of an engine's compression. Without experts it has one part."""
+    return (MixtureState if engine.has_moe_layers else DeepSpeedState)(config, engine, node_group)

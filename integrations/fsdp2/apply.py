@@ -1,0 +1,95 @@
+"""FSDP2: the function that users call."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+from torch import nn
+
+from powersgd_triton.comm.agreement import Facts, found, together
+from powersgd_triton.config import PowerSGDConfig, logger
+from powersgd_triton.core.saved_state import listing
+from powersgd_triton.integrations.common import plain_name
+from powersgd_triton.integrations.fsdp2.divided import DividedState
+from powersgd_triton.integrations.fsdp2.divisions import divide
+from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState
+from powersgd_triton.integrations.fsdp2.units import check, local_tensors
+from powersgd_triton.integrations.saved_shards import no_error
+from powersgd_triton.integrations.several import check_shared
+from powersgd_triton.planning.tuning import refuse_auto
+
+
+def apply_powersgd(
+    model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
+) -> HybridShardState | FullShardState | DividedState:
+    """Compress the gradients of a model to which ``fully_shard`` or ``replicate`` was applied. Collective.
+
+    Call it once, before the first step. If the model has replicas (HSDP), FSDP reduce-scatters inside the shard group
+    as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form. Parameters and
+    buffers are overwritten with those of the first replica, at the beginning of the first training step if they are on
+    the meta device. The model has replicas if its mesh has a replicate dimension, or with ``replicate_group``.
+
+    Otherwise (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of the whole model's
+    size, if errors are kept. Prefer HSDP if the model's shards fit on fewer workers, or ``quantize="int8"``.
+
+    Each parameter is averaged over the workers of its own mesh, experts over others than dense layers if theirs differ.
+    What only one worker has is left to FSDP, and named in the log and in ``report().left_out``.
+
+    Args:
+        model: The root module. ``fully_shard`` may have been applied to its submodules too.
+        config: Configuration of the compression.
+        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``, of a model that is
+            sharded on ``mesh["shard"]``. Not needed if the whole mesh was given to ``fully_shard``.
+
+    Returns:
+        The state of the compression, for checkpoints and statistics.
+
+    Raises:
+        TypeError, ValueError: ``config`` is not a configuration, or its budget is too small; the model is not sharded,
+            or in a way that is not supported; ``apply_powersgd`` was called before. Nothing was changed.
+        RuntimeError: The group cannot be used, or this torch was not tried with a replicate dimension in the mesh.
+    """
+    divisions = found("apply_powersgd", lambda: divide(model, replicate_group))
+
+    def prepare() -> tuple[dict[str, HybridShardState | FullShardState], Facts, Facts]:
+        for unit in (unit for division in divisions for unit in division.units):
+            check(unit, replicate_group)
+        averaging = [division for division in divisions if division.averages] or divisions[:1]
+        left_out = [unit for division in divisions if division not in averaging for unit in division.units]
+        # Tensors that FSDP does not shard, as buffers, follow the first replicas.
+        rest = {plain_name(name) for name, _ in local_tensors(model)} - {n for each in divisions for n in each.names}
+        states: dict[str, HybridShardState | FullShardState] = {}
+        for division in averaging:
+            if division.hybrid:
+                state: HybridShardState | FullShardState
+                state, rest = HybridShardState(model, config, division, {*division.names, *rest}), set()
+            else:
+                state = FullShardState(config, division)
+                refuse_auto(config, "a sharded model without replicas")
+            state._engine.plan.quantizes = not division.repeats
+            if config.whole_format and division.repeats:
+                field = "quantize" if config.quantize else "bypass"
+                raise ValueError(
+                    f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
+                    "elements, also of several tensors, share a scale: give rank or compression alone"
+                )
+            states[division.label] = state
+        if len(states) > 1:
+            check_shared(config)
+        first, left = (
+            next(iter(states.values())),
+            {n: p.sharded_param for u in left_out for n, p in u.parameters.items()},
+        )
+        first.left_out = tuple(left)
+        first._left = {name: functools.partial(no_error, p) for name, p in left.items() if p.dim() > 1}
+        return states, {"averaged together": [each.names for each in averaging]}, {}
+
+    # Collectives follow, so that no worker may raise an error alone.
+    states = together("apply_powersgd", prepare, divisions[0].communicator)
+    for state in states.values():
+        state._take_over()
+    first = next(iter(states.values()))
+    if first.left_out:
+        logger.info("PowerSGD leaves to FSDP what no other replica or shard has: %s", listing(first.left_out))
+    return first if len(states) == 1 else DividedState(config, states)

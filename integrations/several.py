@@ -1,0 +1,152 @@
+"""One handle for a model whose parameters are averaged over different workers, as experts and dense layers are."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.core.saved_state import LoadReport, listing
+from powersgd_triton.core.telemetry import Callback
+from powersgd_triton.handle import Folder, Handle
+from powersgd_triton.ops.step import LossScaleSource
+from powersgd_triton.ranks.report import RankReport
+
+FOLDER = "powersgd"
+"""The folders that ``save`` makes in a checkpoint's folder are named so, with a hyphen and a label."""
+
+
+class Several(Handle):
+    """The compression of one model by several states, each with its own parameters and workers.
+
+    It saves and loads them together: ``state_dict`` is {label: state}, and ``save`` makes a folder for each label.
+
+    Args:
+        config: Configuration of the compression. Those of the states may have shares of its budget.
+        states: {label: state}. No parameter is in two of them, and no label is a file's name. The workers of each
+            state's communicator and of its ``others`` must be the same, so that all hear of an error.
+    """
+
+    def __init__(self, config: PowerSGDConfig, states: Mapping[str, Handle]) -> None:
+        # There is no engine: every method that needs one forwards to the states.
+        self.states, self._config = dict(states), config
+        self.saved_with_model = all(state.saved_with_model for state in self)
+        self.replaces_reduce_scatter = any(state.replaces_reduce_scatter for state in self)
+
+    def __iter__(self) -> Iterator[Handle]:
+        return iter(self.states.values())
+
+    @property
+    def _communicator(self) -> Communicator:
+        return next(iter(self))._communicator
+
+    @property
+    def config(self) -> PowerSGDConfig:
+        return self._config
+
+    @property
+    def iteration(self) -> int:
+        # A step may leave out the parameters of a state.
+        return max(state.iteration for state in self)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        before, after = (sum(numbers) for numbers in zip(*(s.compression_stats()[1:] for s in self), strict=True))
+        return (before / after if after else 0.0, before, after)
+
+    def report(self) -> RankReport:
+        return merged_reports([state.report() for state in self])
+
+    def attach(self, scaler: LossScaleSource) -> None:
+        for state in self:
+            state.attach(scaler)
+
+    def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
+        for state in self:
+            state.telemetry(callback, writer=writer, every=every)
+
+    def error(self) -> dict[str, Tensor]:
+        return {name: error for state in self for name, error in state.error().items()}
+
+    def error_numel(self) -> int:
+        return sum(state.error_numel() for state in self)
+
+    def forget(self) -> None:
+        for state in self:
+            state.forget()
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {label: state} of all states. Collective. It is what ``torch.distributed.checkpoint`` saves."""
+        return {label: state.state_dict() for label, state in self.states.items()}
+
+    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
+        """Continue from the result of ``state_dict``. Collective.
+
+        ValueError: The saved state has other labels, or a part does not fit. Parts before it stay loaded.
+        """
+        if not isinstance(state_dict, Mapping) or state_dict.keys() != self.states.keys():
+            found = listing(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise ValueError(f"expected a saved state with the parts {listing(self.states)}; got {found}")
+        return merged_loads(state.load_state_dict(state_dict[label]) for label, state in self.states.items())
+
+    def save(self, folder: Folder) -> None:
+        for label, state in self.states.items():
+            state.save(self._folder(folder, label))
+
+    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
+        """Continue from what ``save`` wrote. Collective. See ``Handle.load``. Parts before an error stay loaded."""
+        # A part alone may not be missing, and the state of another wrapper may not be overlooked.
+        missing_ok &= not any(Path(folder).glob(f"{FOLDER}*"))
+        reports = [
+            state.load(self._folder(folder, label), missing_ok=missing_ok) for label, state in self.states.items()
+        ]
+        found = [report for report in reports if report is not None]
+        return merged_loads(found) if found else None
+
+    def _folder(self, folder: Folder, label: str) -> Path:
+        return Path(folder) / f"{FOLDER}-{label}"
+
+
+def check_shared(config: PowerSGDConfig) -> None:
+    """Refuse a configuration that several states cannot follow together: ValueError."""
+    fields = {"compression": config.compression == AUTO, "max_overhead": config.max_overhead is not None}
+    fields["bytes_per_step"] = config.bytes_per_step is not None
+    for field in (name for name, given in fields.items() if given):
+        raise ValueError(
+            f"{field}={getattr(config, field)!r} is chosen for a whole step, but this model's parameters are averaged "
+            "over different workers, each kind by itself: give a number as compression, or a rank"
+        )
+
+
+def merged_reports(reports: Sequence[RankReport]) -> RankReport:
+    """Return one report for the tensors of all."""
+    messages: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        messages.update(report.exchanges)
+    steps = [report.whole_step for report in reports if report.whole_step is not None]
+    budgets = [report.budget for report in reports if report.budget is not None]
+    return dataclasses.replace(
+        reports[0],
+        tensors=tuple(tensor for report in reports for tensor in report.tensors),
+        exchanges=dict(messages),
+        node_workers=max(report.node_workers for report in reports),
+        whole_step=(sum(plain for plain, _ in steps), sum(sent for _, sent in steps)) if steps else None,
+        budget=sum(budgets) if budgets else None,
+        error_bytes=sum(report.error_bytes for report in reports),
+        zeroed=sum(report.zeroed for report in reports),
+        left_out=tuple(dict.fromkeys(name for report in reports for name in report.left_out)),
+    )
+
+
+def merged_loads(reports: Iterable[LoadReport]) -> LoadReport:
+    """Return one report of what was loaded. No matrix is in two of them."""
+    found = [dataclasses.asdict(report) for report in reports]
+    return LoadReport(**{field: tuple(sorted(name for each in found for name in each[field])) for field in found[0]})

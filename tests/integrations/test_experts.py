@@ -1,0 +1,134 @@
+"""FSDP2 with experts and dense layers on meshes of their own, on gloo workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from powersgd_triton import attach
+from powersgd_triton.config import PowerSGDConfig
+from tests.support.checks import same_bits
+from tests.support.distributed import folder
+from tests.support.mixture import EXPERTS, Mixture, backward, gradients, mesh_of, sharded
+from tests.support.properties import LIMIT
+from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
+
+STEPS = 3
+RANK_1 = PowerSGDConfig(rank=1, min_compression_rate=1)
+
+
+@functools.cache
+def layouts() -> dict[str, dict[str, Any]]:
+    """Meshes of the dense layers and of the experts; ``parallel`` distributes experts before."""
+    dense, line = hybrid_mesh(2, 2), full_mesh(4)
+    crossed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("replicate", "shard"))
+    flat, four = mesh_of(2, 2, names=("efsdp", "ep")), mesh_of(1, 4, names=("efsdp", "ep"))
+    sparse = mesh_of(2, 1, 2, names=("replicate", "efsdp", "ep"))
+    return {
+        "HSDP on dim 1": {"mesh": dense, "dim": 1},
+        "1-D on dim 2": {"mesh": line, "dim": 2},
+        "other replicas": {"mesh": dense, "experts": crossed, "dim": 1},
+        "module": {"mesh": dense, "experts": crossed, "by_module": True},
+        "HSDP, expert parallel": {"mesh": dense, "experts": sparse["replicate", "efsdp"], "parallel": sparse["ep"]},
+        "1-D, expert parallel": {"mesh": line, "experts": flat["efsdp"], "parallel": flat["ep"], "dim": 1},
+        "alone": {"mesh": line, "experts": four["efsdp"], "parallel": four["ep"]},
+    }
+
+
+def attached(layout: str, config: PowerSGDConfig | None = None, *, set_last: bool = False) -> tuple[Any, Any]:
+    """A model and its state. What torch lets users set, its newer versions, is set before or after."""
+    model = sharded(Mixture(), **layouts()[layout])
+    setters = {"unused_params": True, "max_input_buffers": 2}
+    calls: list[Any]
+    calls = [functools.partial(getattr(model, f"set_reduce_scatter_{name}", bool), of) for name, of in setters.items()]
+    calls.append(getattr(model, "set_separate_reduce_scatter_group", bool))
+    for call in [] if set_last else calls:
+        call()
+    with contextlib.redirect_stdout(io.StringIO()):
+        state = None if config is None else attach(model, config)
+    for call in calls if set_last else []:
+        call()
+    return model, state
+
+
+def step(model: Any, worker: int, number: int) -> dict[str, Tensor]:
+    """This worker's parts of the averages. Some experts get no tokens, and some workers do not use a parameter."""
+    for block in model.blocks:
+        block.busy = torch.arange(EXPERTS) % 3 != number
+        block.experts.use_gate = number in (0, worker)
+    backward(model, worker, number)
+    return gradients(model)
+
+
+def far(got: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    return bool((got - expected).norm() > LIMIT * scale.norm())
+
+
+def averages(worker: int, _world_size: int) -> None:
+    """At full rank they are FSDP's own; at rank 1 nothing is lost."""
+    wrong: list[Any] = []
+    for layout in layouts():
+        (native, _), (full, _) = attached(layout), attached(layout, FULL_RANK)
+        model, state = attached(layout, RANK_1, set_last=True)
+        total, sent = dict[str, Tensor](), dict[str, Tensor]()
+        for number in range(STEPS):
+            expected, got, ours = (step(each, worker, number) for each in (native, full, model))
+            assert got.keys() == expected.keys() == ours.keys()
+            for name, gradient in expected.items():
+                total[name], sent[name] = total.get(name, 0) + gradient, sent.get(name, 0) + ours[name]
+                # Where gradients are zero now, what rounding has left of earlier ones is sent.
+                wrong += [(layout, name, number)] * far(got[name], gradient, total[name])
+        errors = {name: error.to_local() for name, error in state.state_dict()["error"].items()}
+        for name, gradient in total.items():
+            wrong += [(layout, name)] * far(sent[name] + errors.get(name, 0), gradient, gradient)
+        report = state.report()
+        kept, experts = {name for name, error in errors.items() if error.any()}, {n for n in total if "experts" in n}
+        assert kept == {tensor.name for tensor in report.tensors if tensor.rank}, layout
+        assert {*report.left_out} == (experts if layout == "alone" else set()), layout
+        assert total.keys() == {*report.left_out, *(tensor.name for tensor in report.tensors)}
+        assert report.left_out or experts <= kept, layout
+    # Not before, since the others would wait for a worker that fails.
+    assert not wrong, wrong
+
+
+def elsewhere(worker: int, _world_size: int) -> None:
+    """A saved state goes on where it was saved, and its errors come back on other meshes."""
+    for layout, others in (
+        ("1-D, expert parallel", ("HSDP on dim 1", "other replicas")),
+        ("HSDP, expert parallel", ("1-D, expert parallel", "alone")),
+        ("alone", ("1-D on dim 2",)),
+    ):
+        model, state = attached(layout, RANK_1)
+        for number in range(STEPS):
+            step(model, worker, number)
+        errors = whole_errors(state)
+        with folder(worker) as path:
+            state.save(path)
+            again, resumed = attached(layout, RANK_1)
+            resumed.load(path)
+            for other in others:
+                loaded = attached(other, RANK_1)[1]
+                report = loaded.load(path)
+                found = whole_errors(loaded)
+                assert found.keys() == errors.keys()
+                assert same_bits(found, {n: errors[n] * (n not in loaded.left_out) for n in found}), (layout, other)
+                lost = {name for name in loaded.left_out if errors[name].any()}
+                assert {*report.dropped} == lost, (other, report)
+                assert bool(lost) == (other == "alone")
+        assert all(each.iteration == STEPS for each in (state, resumed, loaded))
+        expected, got = (step(each, worker, STEPS) for each in (model, again))
+        assert not [name for name, gradient in expected.items() if far(got[name], gradient, gradient)], layout
+
+
+def whole_errors(state: Any) -> dict[str, Tensor]:
+    return {name: whole(error) for name, error in state.state_dict()["error"].items()}
+
+
+test_experts = make_test([averages, elsewhere], 4)
