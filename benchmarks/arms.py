@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -32,7 +31,7 @@ MESSAGES = {
 the last two how many entries of a chunk."""
 OPTIONS: dict[str, dict[str, float | None]] = {
     "alone": {},
-    "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0},
+    "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0, "keep": 0.0},
     "diloco": {"every": None, "outer": 0.7, "momentum": 0.9},
     "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95},
     "demo": {"rate": 1e-3, "decay": 0.999},
@@ -96,11 +95,6 @@ def check(arm: str) -> None:
         Arm.parse(arm)
 
 
-def train_text(settings: train.Settings, arm: str) -> train.Result:
-    """Train the demo's model in an arm's way, in new processes."""
-    return train.train(settings, arm, functools.partial(prepare, arm=arm))
-
-
 def prepare(model: GPT, settings: train.Settings, timer: HookTimer, arm: str) -> train.Prepared:
     """Make the demo's model ready for training in an arm's way, as ``train.train`` wants it."""
     gradients = of_demo(arm)
@@ -110,9 +104,9 @@ def prepare(model: GPT, settings: train.Settings, timer: HookTimer, arm: str) ->
     if one.method == "demo":
         rate, decay = one.options["rate"], one.options["decay"]
         demo = rivals.DeMo(list(model.parameters()), rate, int(one.message), decay, train.WEIGHT_DECAY)
-        return model, train.stepping(demo, settings)
+        return model, train.stepping(settings, demo)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)
-    step, then = train.stepping(optimizer, settings), between_steps(model, one, settings.steps)
+    step, then = train.stepping(settings, optimizer), between_steps(model, one, settings.steps)
     done = itertools.count(1)
 
     def update(loss: Tensor) -> None:
@@ -157,7 +151,7 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
     every: int | Callable[[int], int] = int(arm.options["every"])
     if arm.options["grow"]:
         every = growing(int(arm.options["every"]), steps, lambda step: train.learning_rate_factor(step, steps))
-    sync = LocalSteps(model, config, every, outer, delay=int(arm.options["delay"]))
+    sync = LocalSteps(model, config, every, outer, delay=int(arm.options["delay"]), keep=arm.options["keep"] or None)
 
     def then(done: int) -> None:
         sync.step()

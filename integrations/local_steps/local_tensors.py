@@ -151,15 +151,17 @@ def largest_part(parameter: Tensor) -> Shape:
 
 
 def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    from powersgd_triton.integrations.fsdp2.units import reshard, worker_groups
+    from powersgd_triton.integrations.fsdp2.divisions import divide
+    from powersgd_triton.integrations.fsdp2.units import reshard
 
     advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
-    replicas, shards = worker_groups(model, None)
-    if replicas is not None:
+    divisions = divide(model, None)
+    for replicas in (division.group for division in divisions if division.hybrid):
         raise ValueError(
             "the model's mesh has a replicate dimension, so that gradients are averaged over the workers "
             f"{dist.get_process_group_ranks(replicas)} in every step, which leaves no local steps: {advice}"
         )
+    shards = [divisions[0].group, *divisions[0].others]
     for shard in shards:
         _check_apart(shard, group, "fully_shard", advice)
     # After a forward pass without gradients, the root's parameters are still whole.
@@ -190,7 +192,9 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     return LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
 
 
-def chosen_config(config: PowerSGDConfig | None, local: LocalTensors, optimizer: object) -> PowerSGDConfig:
+def chosen_config(
+    config: PowerSGDConfig | None, local: LocalTensors, optimizer: object, keep: float | None, node_group: object
+) -> PowerSGDConfig:
     """Check the arguments of LocalSteps. Return the configuration of the engine. None sends everything in fp32."""
     if config is not None and not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
@@ -208,6 +212,11 @@ def chosen_config(config: PowerSGDConfig | None, local: LocalTensors, optimizer:
             f'quantize them, for example PowerSGDConfig(quantize="ternary"), or give None; got rank={config.rank}, '
             f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
         )
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1):
+        raise ValueError(f"keep is a share of the error above 0, at most 1; got {keep!r}")
+    if keep is not None and (not chosen.error_feedback or node_group is not None):
+        needed = "error_feedback=True" if node_group is None else "no node_group, with which errors are those of a node"
+        raise ValueError(f"keep={keep} needs errors of each worker: give {needed}")
     if not any(map(math.prod, local.shapes.values())):
         raise ValueError("the model has no parameters that require gradients")
     return chosen

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,8 +157,8 @@ class OuterState:
         self.local.refresh()
         return copies
 
-    def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors) -> None:
-        """Update θ by {name: mean pseudo-gradient}, padded, and go on from it, with the changes since ``begun``.
+    def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors, kept: Tensors) -> None:
+        """Update θ by {name: mean pseudo-gradient}, padded. Go on from θ − ``kept``, with the changes since ``begun``.
 
         These local parameters are overwritten. Call it again if the optimizer raises an exception.
         """
@@ -171,11 +172,25 @@ class OuterState:
             raise
         self.optimizer.zero_grad()
         values, tensors = {name: self.shared[name].detach() for name in means}, dict(self.local.tensors())
+        for name, error in kept.items():
+            values[name] = values[name] - error.to(values[name])
         for name, start in begun.items():
             # In the memory of ``begun``, since new pages are slow on the CPU.
             changed = torch.sub(tensors[name].to(start.dtype), start, out=start)
             values[name] = changed.add_(values[name])
         self.write(values)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def holding_theta(self) -> Iterator[None]:
+        """See ``LocalSteps.shared_parameters``."""
+        own, starts = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
+        self.write(self.theta())
+        try:
+            yield
+        finally:
+            self.write(own)
+            self._starts = starts
 
     def parts(self, *, begun: bool) -> dict[str, Tensors]:
         """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""

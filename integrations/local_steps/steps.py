@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors,
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
@@ -59,6 +60,8 @@ class LocalSteps(Handle):
             does so by itself.
         delay: Number of steps for which an exchange travels while the next steps are computed. What arrives is then
             added to the local parameters. 0 waits for it.
+        keep: Share of the error E that stays in this worker's own parameters, which then are θ − keep · E. 1 loses
+            nothing; less lets old errors decay. Default: all of E stays, apart from the parameters.
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
 
     Raises:
@@ -83,6 +86,7 @@ class LocalSteps(Handle):
         *,
         node_group: NodeGroup = None,
         delay: int = 0,
+        keep: float | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         def find() -> tuple[tuple[LocalTensors, Communicator], Facts, Facts]:
@@ -97,12 +101,13 @@ class LocalSteps(Handle):
             self.every = self._length(0)
             if self.delay >= self.every:
                 raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
-            chosen = chosen_config(config, local, optimizer)
+            chosen, self._keep = chosen_config(config, local, optimizer, keep, node_group), keep or 0.0
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes)
             self._outer = OuterState(local, outer, communicator, device, optimizer)
-            own = {"every": self.every, "delay": self.delay, "states": optimizer is not None, **common_facts(chosen, 0)}
+            own = {"every": self.every, "delay": self.delay, "keep": keep, **common_facts(chosen, 0)}
+            own["states"] = optimizer is not None
             replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
             return engine, {**own, **self._outer.settings()}, replicated
 
@@ -138,12 +143,21 @@ class LocalSteps(Handle):
 
         The workers may have taken different numbers of steps since the last exchange.
         """
-        self._advance(finish=True)
-        self._catch_up("finish")
-        if self.since > 0:
-            self._exchange()
+        # What this exchange does not send is an error apart from the parameters.
+        keep, self._keep = self._keep, 0.0
+        try:
             self._advance(finish=True)
-            self._outer.warn()
+            self._catch_up("finish")
+            if self.since > 0 or keep:
+                self._exchange()
+                self._advance(finish=True)
+                self._outer.warn()
+        finally:
+            self._keep = keep
+
+    def shared_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context within which the model's parameters are θ, for example to evaluate or export it."""
+        return self._outer.holding_theta()
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
@@ -187,7 +201,10 @@ class LocalSteps(Handle):
             ended = pending.counts or pending.advance(finish=finish)
         finally:
             if ended and pending.counts:
-                self._outer.update(pending.gradients, pending.finite, pending.begun)
+                kept = {name: E.mul_(self._keep) for name, E in self.error().items()} if self._keep else {}
+                self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
+                if kept:
+                    self._residuals.forget_errors()
             if ended:
                 self._pending = None
                 self.since += 0 if pending.counts else pending.since
@@ -235,7 +252,7 @@ class LocalSteps(Handle):
         self._meet("state_dict", begins=False)
         settle(self._engine)
         errors, engine = super().error(), save(self._engine)
-        parts = self._outer.parts(begun=self._most(self.since) > 0)
+        parts = self._outer.parts(begun=self._most(self.since) > 0 or bool(self._keep))
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}

@@ -115,7 +115,7 @@ def test_demo_moves_by_signs_and_keeps_what_it_did_not_send(twice: None) -> None
 def test_arms_are_parsed() -> None:
     one = arms.Arm.parse("local:19.5x+every10+outer0.8")
     assert (one.method, one.message) == ("local", "19.5x")
-    assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0}
+    assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0, "keep": 0}
     for those in versus.PLAN:
         for arm in those.arms:
             arms.check(arm)

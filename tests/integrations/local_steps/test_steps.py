@@ -126,6 +126,12 @@ def averages_states(worker: int, _world_size: int) -> None:
 REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda first: {"every": 5 if first else 4}, "DisagreementError.*every: (5 instead of 4|4 instead of 5)"),
     (lambda _: {"delay": 4}, "ValueError.*delay must be below every=4"),
+    (lambda first: {"keep": 1.5 if first else 1.0}, "keep is a share of the error above 0, at most 1; got 1.5"),
+    (lambda first: {"keep": 0.5 if first else 1.0}, "DisagreementError.*keep: (0.5 instead of 1.0|1.0 instead of 0.5)"),
+    (
+        lambda _: {"keep": 1, "config": PowerSGDConfig(quantize="int8", error_feedback=False)},
+        "keep=1 needs errors of each worker: give error_feedback=True",
+    ),
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
     (
         lambda first: {"config": PowerSGDConfig(quantize="int4") if first else TERNARY},
@@ -232,6 +238,32 @@ def tries_again(worker: int, _world_size: int) -> None:
         training.finish()
 
 
+def keeps_what_is_not_sent(worker: int, _world_size: int) -> None:
+    """A share of it stays in each worker's parameters, and the rest decays. ``finish`` leaves θ there."""
+    for config in ("ternary", "rank", "alternating"):
+        training = Training(worker, config, 1, keep=0.5)
+        training.train(4)
+        before, begun, earlier = theta(training.sync), training.flat(), training.changed.clone()
+        training.train(1)
+        changed = training.changed - earlier
+        missing = mean(before - begun + changed) - (before - theta(training.sync))
+        assert missing.abs().max() > 1e-4
+        torch.testing.assert_close(mean(theta(training.sync) - training.flat()), 0.5 * missing, rtol=0, atol=1e-6)
+        for delay in (0, 2):
+            training = Training(worker, config, EVERY, keep=1.0, delay=delay)
+            training.train(2 * EVERY + delay)
+            assert not owed(training.sync).any()
+            training.check()
+            own = training.flat()
+            with training.sync.shared_parameters():
+                assert torch.equal(training.flat(), theta(training.sync))
+            assert torch.equal(training.flat(), own)
+            training.finish()
+            assert owed(training.sync).any()
+            training.train(EVERY)
+            training.finish()
+
+
 def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
     """Of another number of steps on each worker, and of growing ones."""
     training = Training(worker, every=lambda steps: 4 + steps % 2)
@@ -254,7 +286,15 @@ def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
 
 ANY_NUMBER = [equals_diloco, averages_states, reads_once, refuses]
 test_two_workers = make_test(
-    [*ANY_NUMBER, takes_rounds_of_other_lengths, refuses_later, takes_in_what_trains_later, tries_again], 2
+    [
+        *ANY_NUMBER,
+        takes_rounds_of_other_lengths,
+        refuses_later,
+        takes_in_what_trains_later,
+        tries_again,
+        keeps_what_is_not_sent,
+    ],
+    2,
 )
 test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
 
