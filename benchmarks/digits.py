@@ -1,11 +1,11 @@
-"""Trainings of ``loss_per_byte`` on scikit-learn's handwritten digits: a perceptron of five layers, DDP, SGD."""
+"""Trainings of ``loss_per_byte`` on scikit-learn's handwritten digits: a perceptron or a ResNet, DDP, SGD."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,18 @@ from powersgd_triton.demo.measure import Traffic
 from powersgd_triton.demo.train import run_workers
 
 WIDTHS = (64, 256, 256, 256, 256, 10)
-BATCH_PER_WORKER = 32
 # Falls linearly to 0. With one layer less at this rate, or two less at 0.03, rank 1 ends close to all-reduce.
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 VALIDATION_IMAGES = 597
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What is trained, and on how many images a step and worker."""
+
+    make: Callable[[], nn.Module]
+    batch_per_worker: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,45 @@ class Figures:
     bytes_per_step: float
 
 
-def train_arms(chosen: Sequence[str], seed: int, steps: int, workers: int) -> list[Figures]:
+class Block(nn.Module):
+    """Two convolutions with a residual connection (He et al. 2015), which halve the image if ``stride`` is 2."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = convolution(into, out, 3, stride), convolution(out, out, 3)
+        self.shortcut = nn.Identity() if into == out else convolution(into, out, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu())
+        return (y + self.shortcut(x)).relu()  # type: ignore[no-any-return]
+
+
+def convolution(into: int, out: int, size: int, stride: int = 1) -> nn.Sequential:
+    kernels = nn.Conv2d(into, out, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(kernels, nn.BatchNorm2d(out))
+
+
+def resnet() -> nn.Sequential:
+    """ResNet-18 with a quarter of its channels, for images upsampled from 8 × 8 to 32 × 32."""
+    blocks = [Block(16, 16, 1), Block(16, 16, 1)]
+    for into in (16, 32, 64):
+        blocks += [Block(into, 2 * into, 2), Block(2 * into, 2 * into, 1)]
+    image = nn.Unflatten(1, (1, 8, 8)), nn.Upsample(scale_factor=4, mode="bilinear")
+    stem = convolution(1, 16, 7, 2), nn.ReLU()
+    return nn.Sequential(*image, *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+def perceptron() -> nn.Sequential:
+    first, *others = (nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS))
+    return nn.Sequential(first, *(module for layer in others for module in (nn.ReLU(), layer)))
+
+
+PERCEPTRON, CONVOLUTIONS = Network(perceptron, 32), Network(resnet, 16)
+
+
+def train_arms(
+    chosen: Sequence[str], seed: int, steps: int, workers: int, network: Network = PERCEPTRON
+) -> list[Figures]:
     """Train each arm, one after the other in the same fresh processes.
 
     Args:
@@ -47,23 +92,24 @@ def train_arms(chosen: Sequence[str], seed: int, steps: int, workers: int) -> li
         seed: of the model and the batches. Which images are for validation does not depend on it.
         steps: of each training.
         workers: processes.
+        network: what is trained.
 
     Raises:
         TimeoutError: the workers did not finish in a generous time.
         torch.multiprocessing.ProcessException: a worker failed.
     """
-    task = functools.partial(_train_all, chosen=chosen, seed=seed, steps=steps)
+    task = functools.partial(_train_all, chosen=chosen, seed=seed, steps=steps, network=network)
     return run_workers(task, workers, timeout=900 + 0.5 * steps * len(chosen))[0]
 
 
-def _train_all(worker: int, chosen: Sequence[str], seed: int, steps: int) -> list[Figures]:
-    return [_train(worker, arm, seed, steps) for arm in chosen]
+def _train_all(worker: int, chosen: Sequence[str], seed: int, steps: int, network: Network) -> list[Figures]:
+    return [_train(worker, arm, seed, steps, network) for arm in chosen]
 
 
-def _train(worker: int, arm: str, seed: int, steps: int) -> Figures:
+def _train(worker: int, arm: str, seed: int, steps: int, network: Network) -> Figures:
     images, labels = images_and_labels()
     torch.manual_seed(seed)
-    model = perceptron()
+    model = network.make()
     replica: nn.Module = model
     then = None
     gradients = arms.of_demo(arm)
@@ -79,7 +125,7 @@ def _train(worker: int, arm: str, seed: int, steps: int) -> Figures:
     traffic = Traffic()
     with traffic.counting():
         for _ in range(steps):
-            batch = torch.randint(VALIDATION_IMAGES, len(labels), (BATCH_PER_WORKER,), generator=generator)
+            batch = torch.randint(VALIDATION_IMAGES, len(labels), (network.batch_per_worker,), generator=generator)
             optimizer.zero_grad()
             nn.functional.cross_entropy(replica(images[batch]), labels[batch]).backward()
             optimizer.step()
@@ -93,16 +139,11 @@ def validate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, floa
     """Return loss and accuracy on the validation images, as in ``Figures``."""
     images, labels = images[:VALIDATION_IMAGES], labels[:VALIDATION_IMAGES]
     with torch.no_grad():
-        scores = model(images)
+        scores = model.eval()(images)
     return {
         "loss": nn.functional.cross_entropy(scores, labels).item(),
         "accuracy": 100 * (scores.argmax(1) == labels).double().mean().item(),
     }
-
-
-def perceptron() -> nn.Sequential:
-    first, *others = (nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS))
-    return nn.Sequential(first, *(module for layer in others for module in (nn.ReLU(), layer)))
 
 
 def images_and_labels() -> tuple[Tensor, Tensor]:

@@ -1,17 +1,18 @@
 """Loss against bytes: two models with factors of every width and rank, beside all-reduce and torch's hook.
 
-python benchmarks/loss_per_byte.py run --model text|digits|both [--seeds 0 1 2] [--arms ours:4 ours:32+int4 ours:20x …]
+python benchmarks/loss_per_byte.py run --model text|digits|… [--seeds 0 1 2] [--arms ours:4 ours:32+int4 ours:20x …]
 python benchmarks/loss_per_byte.py report
 
 ``run`` adds what is missing to benchmarks/results/loss-per-byte.json and can be interrupted: the demo's text model is
 recorded after each training, digits after all those of a seed. ``report`` prints a table for each model, and draws the
-losses against the bytes with the Pareto fronts.
+losses of text and digits against the bytes with the Pareto fronts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks import digits, mixture, muon
 from benchmarks.trainings import RESULTS, Point, Train, front, points, read, run, table, train_digits, train_text
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
 from powersgd_triton.demo.arms import MODES, Arm
@@ -38,7 +40,7 @@ class Model:
         train: Trains it.
         unit: of its loss.
         decimals: of its loss that say something.
-        arms, seeds, steps: where the command line names none.
+        arms, seeds, steps, workers: where the command line names none.
     """
 
     train: Train
@@ -47,6 +49,7 @@ class Model:
     arms: Sequence[str]
     seeds: Sequence[int]
     steps: int
+    workers: int = 2
 
 
 MODELS = {
@@ -84,7 +87,36 @@ MODELS = {
         seeds=range(5),
         steps=300,
     ),
+    "mixture": Model(
+        train=functools.partial(
+            train_text, width=mixture.WIDTH, batch=mixture.BATCH_PER_WORKER, prepare=mixture.prepare
+        ),
+        unit="nats per character",
+        decimals=3,
+        # torch's hook can send no fewer bytes than at rank 1.
+        arms=["allreduce", "ours:20x", "ours:20x+dim0", "ours:20x+routers", "torch:1"],
+        seeds=(0, 1, 2),
+        steps=600,
+        workers=4,
+    ),
+    "muon": Model(
+        train=functools.partial(train_text, prepare=muon.prepare),
+        unit="nats per character",
+        decimals=3,
+        arms=["allreduce", "ours:19.5x", "torch:4"],
+        seeds=(0, 1, 2),
+        steps=600,
+    ),
+    "convolutions": Model(
+        train=functools.partial(train_digits, network=digits.CONVOLUTIONS),
+        unit="nats per image",
+        decimals=4,
+        arms=["allreduce", "ours:4", "ours:4+kernels", "ours:20x", "ours:20x+kernels"],
+        seeds=(0, 1, 2),
+        steps=300,
+    ),
 }
+DRAWN = ["text", "digits"]
 
 COLOURS = {
     "allreduce": "black",
@@ -179,25 +211,27 @@ def legend_text(colour: str, style: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
-    parser.add_argument("--model", choices=[*MODELS, "both"], default="both")
+    parser.add_argument("--model", choices=[*MODELS, "both"], default="both", help="(default: both text and digits)")
     parser.add_argument("--arms", nargs="+", help="as for the demo (default: a list for each model)")
-    parser.add_argument("--seeds", nargs="+", type=int, help="(default: 0 to 2 for text, 0 to 4 for digits)")
-    parser.add_argument("--steps", type=int, help="(default: 600 for text, 300 for digits)")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seeds", nargs="+", type=int, help="(default: 0 to 4 for digits, 0 to 2 for others)")
+    parser.add_argument("--steps", type=int, help="(default: 300 for digits, 600 for text)")
+    parser.add_argument("--workers", type=int, help="(default: 4 for the mixture, 2 for others)")
     arguments = parser.parse_args()
-    names = list(MODELS) if arguments.model == "both" else [arguments.model]
+    names = DRAWN if arguments.model == "both" else [arguments.model]
     steps = {name: arguments.steps or MODELS[name].steps for name in names}
+    workers = {name: arguments.workers or MODELS[name].workers for name in names}
     if arguments.command == "run":
         for name in names:
             model = MODELS[name]
             arms, seeds = arguments.arms or model.arms, arguments.seeds or model.seeds
-            run(FILE, name, model.train, arms, seeds, steps[name], arguments.workers)
+            run(FILE, name, model.train, arms, seeds, steps[name], workers[name])
         return
-    panels = {name: found for name in names if (found := points(read(FILE), name, steps[name], arguments.workers))}
+    panels = {name: found for name in names if (found := points(read(FILE), name, steps[name], workers[name]))}
     for name, found in panels.items():
         print(f"{name}\n\n{table(found, MODELS[name].decimals)}\n")
     print("± after a loss: standard deviation over seeds; after a difference: standard error of its mean over seeds.")
-    draw(panels)
+    if arguments.model == "both":
+        draw(panels)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def train_digits(worker: int, seed: int, copies: str, gradients: str, width: str
     optimizer = torch.optim.SGD([own.masters], lr=digits.LEARNING_RATE, momentum=digits.MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     for _ in range(steps):
-        size = (digits.BATCH_PER_WORKER,)
+        size = (digits.PERCEPTRON.batch_per_worker,)
         batch = torch.randint(digits.VALIDATION_IMAGES, len(labels), size, generator=generator)
         own.step(nn.functional.cross_entropy(replica(images[batch]), labels[batch]), optimizer)
         schedule.step()

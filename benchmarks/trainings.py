@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -17,7 +18,7 @@ from benchmarks import arms as ways
 from benchmarks import digits
 from benchmarks.markdown import markdown_table
 from powersgd_triton.demo.model import WIDTH
-from powersgd_triton.demo.train import BATCH_PER_WORKER, Settings
+from powersgd_triton.demo.train import BATCH_PER_WORKER, Prepared, Settings, train
 
 RESULTS = Path(__file__).parent / "results"
 CURVE_STEPS = 10
@@ -35,10 +36,12 @@ def train_text(
     workers: int,
     width: int = WIDTH,
     batch: int = BATCH_PER_WORKER,
+    prepare: Callable[..., Prepared] = ways.prepare,
 ) -> Iterator[Figures]:
     """Validation loss, in nats per character, bytes and training losses (means of ten steps) of each arm."""
+    settings = Settings(steps, workers, "cpu", seed, width=width, batch=batch)
     for arm in arms:
-        result = ways.train_text(Settings(steps, workers, "cpu", seed, width=width, batch=batch), arm)
+        result = train(settings, arm, functools.partial(prepare, arm=arm))
         curve = [round(statistics.fmean(result.losses[i : i + CURVE_STEPS]), 4) for i in range(0, steps, CURVE_STEPS)]
         yield {
             "loss": result.validation_loss,
@@ -49,9 +52,11 @@ def train_text(
         }
 
 
-def train_digits(arms: Sequence[str], seed: int, steps: int, workers: int) -> Iterator[Figures]:
+def train_digits(
+    arms: Sequence[str], seed: int, steps: int, workers: int, network: digits.Network = digits.PERCEPTRON
+) -> Iterator[Figures]:
     """Validation loss, in nats per image, accuracy in percent, and bytes of each arm."""
-    yield from map(dataclasses.asdict, digits.train_arms(arms, seed, steps, workers))
+    yield from map(dataclasses.asdict, digits.train_arms(arms, seed, steps, workers, network))
 
 
 @dataclasses.dataclass(frozen=True)
