@@ -22,13 +22,13 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 DEFAULT_RANK = 16
 MESSAGES = {
     "alone": "",
-    "local": r"exact|ternary|int[248]|[1-9]\d*|\d+(\.\d+)?x",
+    "local": r"exact|ternary|int[248]|sparse\d+x|[1-9]\d*|\d+(\.\d+)?x",
     "diloco": "fp32|fp4",
     "sparseloco": r"[1-9]\d*",
     "demo": r"[1-9]\d*",
 }
-"""{method that the demo does not have: pattern of what it sends}: for ``local`` also a rank, or a budget as in 20x; for
-the last two how many entries of a chunk."""
+"""{method that the demo does not have: pattern of what it sends}: for ``local`` also a rank, or a budget as in 20x, of
+ranks or of the sparse format; for the last two how many entries of a chunk."""
 OPTIONS: dict[str, dict[str, float | None]] = {
     "alone": {},
     "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0, "keep": 0.0},
@@ -142,7 +142,9 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
         return torch.optim.SGD(shared, lr=arm.options["outer"])
 
     config = None
-    if arm.message.endswith("x"):
+    if arm.message.startswith("sparse"):
+        config = PowerSGDConfig(quantize="sparse", compression=float(arm.message.removeprefix("sparse")[:-1]))
+    elif arm.message.endswith("x"):
         config = PowerSGDConfig(compression=float(arm.message[:-1]))
     elif arm.message.isdigit():
         config = PowerSGDConfig(rank=int(arm.message))

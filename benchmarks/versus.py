@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,9 @@ EACH_STEP = ["allreduce", "ours:19x"]
 CODED = [f"local:ternary+every{every}+outer0.8" for every in (2, 5, 10, 20)]
 GROWING = [f"local:ternary+every{every}+grow1+outer0.8" for every in (5, 10)]
 PLAIN = [f"local:ternary+every{every}" for every in (10, 20)]
+# Of 100, 200 and 400 times fewer bytes, what is not sent in the workers' own parameters.
+KEPT = [f"local:{codes}+keep0.9" for codes in ("sparse50x+every2", "sparse100x+every2", "sparse80x+every5")]
+KEPT += ["local:ternary+every10+keep0.9"]
 LATE = f"{CODED[2]}+delay1"
 EXACT = "local:exact+every5+outer0.8"
 # With four workers, rate 1 is better.
@@ -76,7 +80,9 @@ DIGITS = ["local:exact+every5", "local:exact+every10", *(f"local:ternary+every{e
 DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay in (1, 2))]
 DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
 PLAN = [
-    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, LATE, *BEST]),
+    Trainings(
+        "text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, *KEPT, LATE, *BEST]
+    ),
     Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
     Trainings("text", 4, 600, range(1), [*EACH_STEP, *FOUR]),
     Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[0]]),
@@ -132,7 +138,7 @@ def family(arm: str) -> str:
     one = Arm.parse(arm)
     if one.method != "local":
         return one.method
-    low_rank = one.message.isdigit() or one.message.endswith("x")
+    low_rank = re.fullmatch(r"[\d.]+x?", one.message)
     return f"local {'low rank' if low_rank else 'exact' if one.message == 'exact' else 'codes'}"
 
 
@@ -145,7 +151,8 @@ def label(arm: str) -> str:
     rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
     delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
     grows = " growing" if one.options.get("grow") else ""
-    return f"{one.message}{rounds}{grows}{delay}"
+    keep = f" keep {one.options['keep']:g}" if one.options.get("keep") else ""
+    return f"{one.message}{rounds}{grows}{delay}{keep}"
 
 
 def tuned(point: Point) -> float:

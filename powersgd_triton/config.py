@@ -36,6 +36,8 @@ RANK_LIMITS = ("max_rank", "max_overhead")
 QUANTIZED = ("bf16", "fp8", "int8", "int4", "int2", "ternary")
 STATELESS = QUANTIZED[:3]
 """The formats that need no error feedback."""
+SPARSE, MOST_SPARSE = "sparse", 1000
+"""The format of local steps that sends some elements only, and how many times fewer bytes than fp32 it can have."""
 NOT_WITH_QUANTIZE = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype", "bypass")
 """Fields of factors and of what is sent beside them, and how errors are kept. Quantized tensors have fp32 errors."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
@@ -66,7 +68,7 @@ def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -
 class PowerSGDConfig:
     """How gradients are compressed. Immutable, keyword-only, and validated on construction.
 
-    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``quantize``.
+    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``quantize``, but for a sparse format.
 
     Args:
         rank: Number of columns of the factors P and Q. An n × m matrix uses min(rank, n, m). It may be a function
@@ -81,7 +83,8 @@ class PowerSGDConfig:
             gradients as one step.
         quantize: Send whole tensors in few bits in place of factors, as "bf16", "fp8" (E4M3), "int8", "int4", "int2" or
             "ternary" (−s, 0 and s; 1.7 bits an element). All but "bf16" have one bf16 scale s for 128 elements. Sums
-            are computed in fp32.
+            are computed in fp32. "sparse", for ``LocalSteps``, sends the signs of the largest elements, as many as fit
+            into ``compression`` times fewer bytes than fp32, from 16 to 1,000 times. Default: 50.
         replan_every: Steps between two plans, counted from ``start_iter``. A plan is measured at the end of a step and
             takes effect after the next one. 0 keeps the first plan, which gives all matrices about the same rank.
         max_rank: Largest planned rank, which limits the compute of a step. Default: 64.
@@ -202,16 +205,29 @@ class PowerSGDConfig:
             if self.quantize not in (None, codes):
                 raise ValueError(f"codes is another name of quantize: give one; got {codes!r} and {self.quantize!r}")
             self._set("quantize", codes)
-        if self.quantize not in (None, *QUANTIZED):
-            raise ValueError(f"quantize must be None or one of {', '.join(QUANTIZED)}; got {self.quantize!r}")
+        if self.quantize not in (None, *(names := (*QUANTIZED, SPARSE))):
+            raise ValueError(f"quantize must be None or one of {', '.join(names)}; got {self.quantize!r}")
         if self.bypass not in (None, *STATELESS):
             raise ValueError(f"bypass must be None or one of {', '.join(STATELESS)}; got {self.bypass!r}")
+        if self.quantize == SPARSE:
+            self._check_sparse()
         for name in NOT_WITH_QUANTIZE:
-            if self.quantize is not None and getattr(self, name) is not None:
+            budget = self.quantize == SPARSE and name == "compression"
+            if self.quantize is not None and getattr(self, name) is not None and not budget:
                 raise ValueError(
                     f"quantize sends whole tensors, so {name} has no use beside it; got quantize={self.quantize!r} and "
                     f"{name}={getattr(self, name)!r}"
                 )
+
+    def _check_sparse(self) -> None:
+        budget: Any = 50.0 if self.compression is None else self.compression
+        _check_number("compression", budget, 16)
+        if budget > MOST_SPARSE or self.error_feedback is False:
+            got = f"compression={budget}, error_feedback={self.error_feedback}"
+            raise ValueError(
+                f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True; got {got}"
+            )
+        self._set("compression", budget)
 
     def _check_rank(self) -> None:
         given = [name for name in ("rank", "compression", "bytes_per_step") if getattr(self, name) is not None]

@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"quantize": "int3"},
         ValueError,
-        "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary; got 'int3'",
+        "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary, sparse; got 'int3'",
     ),
     ({"bypass": "int4"}, ValueError, "bypass must be None or one of bf16, fp8, int8; got 'int4'"),
     ({"bypass": 8}, ValueError, "bypass must be None or one of bf16, fp8, int8; got 8"),
@@ -81,6 +81,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"quantize": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")
         for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"})
     ),
+    ({"quantize": "sparse", "compression": 15}, ValueError, "compression must be finite and at least 16; got 15"),
+    ({"quantize": "sparse", "compression": "auto"}, TypeError, "compression must be a number; got 'auto'"),
+    (
+        {"quantize": "sparse", "error_feedback": False},
+        ValueError,
+        "needs compression up to 1000 and error_feedback=True; got",
+    ),
+    ({"quantize": "sparse", "rank": 4}, ValueError, "rank has no use beside it"),
     ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
 ]
 
@@ -95,7 +103,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[Exception], 
 OTHERS = {"rank": 7, "min_compression_rate": 1, "warm_start": False, "backend": "torch", "error_dtype": "bf16"}
 
 
-@pytest.mark.parametrize("fields", [{}, {"compression": 20}, {"codes": "int8"}, OTHERS], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"compression": 20}, {"codes": "sparse"}, OTHERS], ids=str)
 def test_from_dict_survives_json(fields: dict[str, Any]):
     config = PowerSGDConfig(**fields)
     assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

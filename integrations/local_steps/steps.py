@@ -104,7 +104,7 @@ class LocalSteps(Handle):
             chosen, self._keep = chosen_config(config, local, optimizer, keep, node_group), keep or 0.0
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
-            engine = new_engine(chosen, communicator, lambda: local.shapes)
+            engine = new_engine(chosen, communicator, lambda: local.shapes, rounds=True)
             self._outer = OuterState(local, outer, communicator, device, optimizer)
             own = {"every": self.every, "delay": self.delay, "keep": keep, **common_facts(chosen, 0)}
             own["states"] = optimizer is not None

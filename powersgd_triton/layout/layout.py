@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.matrices import Size, Tensors, products, sizes, wire_format
-from powersgd_triton.layout.wire_format import QUANTIZED
+from powersgd_triton.layout.matrices import Size, Tensors, flat_format, products, sizes, wire_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Layout:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
         left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
-        width = QUANTIZED[config.whole_format] if config.whole_format and self.rounds else None
+        width = flat_format(config) if self.rounds else None
         rounded = width.difference_bytes(self.rounded.numel)[1] if width else 0
         return -(-(sum(P * left + Q * right for P, Q in sent) + rounded) // 4) + self.bypass_numel
 

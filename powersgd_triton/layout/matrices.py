@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.layout.wire_format import BLOCK, FORMATS, QUANTIZED, SCALE_BYTES, WireFormat
+from powersgd_triton.config import SPARSE, PowerSGDConfig, whole_number
+from powersgd_triton.layout.sparse_format import SparseFormat
+from powersgd_triton.layout.wire_format import FORMATS, QUANTIZED, WireFormat
 
 Tensors = Mapping[str, Sequence[int]]
 """{name: shape}."""
@@ -101,15 +102,21 @@ def _bytes(size: Size, config: PowerSGDConfig) -> float:
         width = wire_format(config)
         of_each = width.factor_bytes(size.n, size.rank) + width.factor_bytes(size.m, size.rank)
         return size.batch * of_each * factors_sent(config)
-    if config.whole_format is None:
-        return 4 * numel
-    form = QUANTIZED[config.whole_format]
-    return numel * (form.bits / (8 * form.blocks) + (SCALE_BYTES / BLOCK if form.scaled else 0))
+    form = flat_format(config)
+    return 4 * numel if form is None else form.bytes_each * numel
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
     """Return the format of factors in messages."""
     return FORMATS[str(config.wire_dtype or "float32")]
+
+
+def flat_format(config: PowerSGDConfig) -> WireFormat | SparseFormat | None:
+    """Return the format of tensors that are sent whole. None if they are averaged exactly."""
+    if config.quantize == SPARSE:
+        assert isinstance(config.compression, (int, float))
+        return SparseFormat.of(config.compression)
+    return QUANTIZED[config.whole_format] if config.whole_format else None
 
 
 def factors_sent(config: PowerSGDConfig) -> float:

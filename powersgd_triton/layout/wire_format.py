@@ -68,6 +68,16 @@ class WireFormat:
         """Number of codes in a byte. The first one is its lowest digit to base ``numbers``."""
         return self.blocks * max(1, 8 // self.bits)
 
+    @property
+    def unit(self) -> int:
+        """Elements of a whole tensor whose blocks share bytes."""
+        return BLOCK * self.blocks
+
+    @property
+    def bytes_each(self) -> float:
+        """Bytes of an element of a whole tensor, on average."""
+        return self.bits / (8 * self.blocks) + (SCALE_BYTES / BLOCK if self.scaled else 0)
+
     def code_bytes(self, rows: int, rank: int) -> int:
         """Return the bytes of the codes of at most 128 rows. Two 4-bit codes of a column share a byte."""
         return -(-rows // 2) * rank if self.bits == 4 else rows * rank * self.bits // 8
@@ -88,6 +98,10 @@ class WireFormat:
     def difference_blocks(self, numel: int) -> int:
         """Return the number of blocks of a flat tensor, with those that fill up the last bytes."""
         return -(-numel // (BLOCK * self.blocks)) * self.blocks
+
+    def checked_bytes(self, numel: int) -> int:
+        """Return the first bytes of a message, bf16, of which some are not finite if some elements are not."""
+        return SCALE_BYTES * self.difference_blocks(numel) if self.scaled else self.difference_bytes(numel)[1]
 
     def difference_bytes(self, numel: int) -> tuple[int, int]:
         """Return (offset of the codes, bytes) of a flat tensor's differences: [scales | codes], in whole blocks."""

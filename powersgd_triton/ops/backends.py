@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
 from powersgd_triton.kernels.configurations import architecture
+from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.differences import apply_reference, encode_reference, note_infinite_reference
-from powersgd_triton.ops.host import apply_host, encode_host
+from powersgd_triton.ops.differences import note_infinite_reference
+from powersgd_triton.ops.host import apply_host, encode_host, reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.workspace import Workspace
 
@@ -78,9 +79,12 @@ class DifferenceCodec(NamedTuple):
 def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> DifferenceCodec:
     """Return the functions for copies in ``dtype``."""
     if select_backend(config, device, {dtype})[0] == "torch":
-        codec = (encode_host, apply_host) if device.type == "cpu" else (encode_reference, apply_reference)
-        return DifferenceCodec(*codec, note_infinite_reference)
+        encode, apply = (encode_host, apply_host) if device.type == "cpu" else reference(flat_format(config))
+        return DifferenceCodec(encode, apply, note_infinite_reference)
     # Imported here, because triton may not be installed.
-    from powersgd_triton.kernels.differences import apply_triton, encode_triton, note_infinite_triton
+    from powersgd_triton.kernels import differences
 
-    return DifferenceCodec(encode_triton, apply_triton, note_infinite_triton)
+    if config.quantize == SPARSE:
+        encode, apply = reference(flat_format(config))
+        return DifferenceCodec(encode, apply, differences.note_infinite_triton)
+    return DifferenceCodec(differences.encode_triton, differences.apply_triton, differences.note_infinite_triton)

@@ -1,4 +1,4 @@
-// Quantized tensors on the CPU: what ops/differences.py defines for these formats, with the same bits. One pass
+// Quantized tensors on the CPU: what ops/differences.py and ops/sparse.py define for these formats, with the same bits. One pass
 // reads or writes a tensor, where operations of torch take about ten.
 //
 // Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations.
@@ -10,6 +10,7 @@
 
 #define BLOCK 128
 #define PERIOD 65536
+#define CHUNK 4096
 #define BF16_NAN 0x7FC0
 #define BF16_LARGEST 0x7F7F
 #define AHEAD 1024  // elements, 4 KiB: processors do not fetch beyond a page by themselves
@@ -36,7 +37,7 @@ typedef struct {
     const int64_t *starts;  // of each PERIOD elements among the random numbers, or NULL to round to nearest
     uint8_t *content;
     int64_t numel, codes;   // codes: their offset in content, in bytes
-    int32_t format, subtract;
+    int32_t format, subtract, kept;  // kept: elements of a chunk that are sent, in the sparse format
 } Encoding;
 
 typedef struct {
@@ -44,7 +45,7 @@ typedef struct {
     const uint8_t *content;
     int64_t numel, codes, size, messages;  // size: bytes from a message to the next one
     float weight;
-    int32_t format, fresh;
+    int32_t format, fresh, kept;
 } Decoding;
 
 // Random numbers below 2^16, as ops/noise.py has them.
@@ -185,11 +186,98 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
     }
 }
 
-#define IN_PARTS(work, of)                                                                                             \
-    const int64_t blocks = (of->numel + BLOCK - 1) / BLOCK;                                                            \
+static inline int32_t low_bits(int32_t kept) {
+    int32_t low = 0;
+    while (kept << (low + 1) <= CHUNK) low++;
+    return low;
+}
+
+static inline int64_t chunk_bytes(int32_t kept, int32_t low) { return ((low + 2) * kept + (CHUNK >> low)) / 8; }
+
+static inline int32_t number_of(const uint32_t *magnitude, uint32_t least) {
+    int32_t number = 0;
+    for (int i = 0; i < CHUNK; i++) number += magnitude[i] >= least;
+    return number;
+}
+
+CLONES static void encode_chunks(const Encoding *e, int64_t first, int64_t last) {
+    const int32_t kept = e->kept, low = low_bits(kept);
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        const int64_t left = e->numel - chunk * CHUNK;
+        const int32_t n = left < CHUNK ? (int32_t)left : CHUNK;
+        float *own = e->target + chunk * CHUNK, part[CHUNK];
+        uint32_t magnitude[CHUNK], largest = 0, least = 0;
+        uint8_t *codes = e->content + e->codes + chunk * chunk_bytes(kept, low);
+        memset(codes, 0, chunk_bytes(kept, low));
+        for (int i = 0; i < n; i++) magnitude[i] = word(own[i]) & 0x7FFFFFFF;
+        for (int i = n; i < CHUNK; i++) magnitude[i] = 0;
+        for (int i = 0; i < CHUNK; i++) largest = magnitude[i] > largest ? magnitude[i] : largest;
+        if (largest >= 0x7F800000) {
+            ((uint16_t *)e->content)[chunk] = BF16_NAN;
+            for (int i = 0; i < n && e->subtract; i++) own[i] = NAN;
+            continue;
+        }
+        // The smallest magnitude that is sent, bit by bit, and how many of its size. Zeros are not sent.
+        const int32_t most = (kept * n + CHUNK - 1) / CHUNK;
+        for (uint32_t bit = 1u << 30; bit; bit >>= 1)
+            if (number_of(magnitude, least | bit) >= most) least |= bit;
+        int32_t ties = least ? most - number_of(magnitude, least + 1) : 0, sum = 0;
+        uint16_t places[CHUNK];
+        for (int i = 0; i < CHUNK; i++) {
+            const int equal = magnitude[i] == least && ties > 0, sent = magnitude[i] > least || equal;
+            ties -= equal;
+            part[i] = sent ? number(magnitude[i]) / CHUNK : 0;
+            places[sum] = (uint16_t)i;
+            sum += sent;
+        }
+        for (int half = CHUNK / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) part[i] += part[i + half];
+        const float mean = part[0] / (float)(sum ? sum : 1) * CHUNK;
+        const uint32_t rounded = nearest_bf16(word(mean)), scale = rounded < BF16_LARGEST ? rounded : BF16_LARGEST;
+        ((uint16_t *)e->content)[chunk] = (uint16_t)scale;
+        uint8_t *signs = codes + low * kept / 8, *unary = signs + kept / 8;
+        for (int i = 0; i < sum; i++) {
+            const uint32_t place = places[i], negative = word(own[place]) >> 31, one = (place >> low) + i;
+            for (int bit = 0; bit < low; bit++) codes[bit * kept / 8 + i / 8] |= (place >> bit & 1) << i % 8;
+            signs[i / 8] |= negative << i % 8;
+            unary[one / 8] |= 1 << one % 8;
+            if (e->subtract) own[place] -= number(scale << 16 | negative << 31);
+        }
+    }
+}
+
+CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last) {
+    const int32_t kept = d->kept, low = low_bits(kept);
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        const int64_t left = d->numel - chunk * CHUNK;
+        const int32_t n = left < CHUNK ? (int32_t)left : CHUNK;
+        float *out = d->out + chunk * CHUNK;
+        for (int i = 0; i < n; i++) out[i] = !d->fresh && fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
+        for (int64_t message = 0; message < d->messages; message++) {
+            const uint8_t *content = d->content + message * d->size;
+            const uint8_t *codes = content + d->codes + chunk * chunk_bytes(kept, low);
+            const uint8_t *signs = codes + low * kept / 8, *unary = signs + kept / 8;
+            const float unit = number((uint32_t)((const uint16_t *)content)[chunk] << 16) * d->weight;
+            for (int i = 0; i < n && unit != unit; i++) out[i] = NAN;
+            for (int byte = 0, i = 0; byte < ((CHUNK >> low) + kept) / 8; byte++)
+                for (int bit = 0; unary[byte] >> bit; bit++) {
+                    if (!(unary[byte] >> bit & 1)) continue;
+                    int32_t place = (byte * 8 + bit - i) << low;
+                    for (int k = 0; k < low; k++) place |= (codes[k * kept / 8 + i / 8] >> i % 8 & 1) << k;
+                    out[place] += signs[i / 8] >> i % 8 & 1 ? -unit : unit;
+                    i++;
+                }
+        }
+    }
+}
+
+#define IN_PARTS(work, of, size)                                                                                       \
+    const int64_t blocks = (of->numel + size - 1) / size;                                                              \
     const int64_t parts = of->numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;                               \
     _Pragma("omp parallel for num_threads(parts) schedule(static)")                                                    \
     for (int64_t part = 0; part < parts; part++) work(of, blocks * part / parts, blocks * (part + 1) / parts)
 
-void powersgd_encode(const Encoding *e, int32_t threads) { IN_PARTS(encode_blocks, e); }
-void powersgd_decode(const Decoding *d, int32_t threads) { IN_PARTS(decode_blocks, d); }
+void powersgd_encode(const Encoding *e, int32_t threads) { IN_PARTS(encode_blocks, e, BLOCK); }
+void powersgd_decode(const Decoding *d, int32_t threads) { IN_PARTS(decode_blocks, d, BLOCK); }
+void powersgd_encode_sparse(const Encoding *e, int32_t threads) { IN_PARTS(encode_chunks, e, CHUNK); }
+void powersgd_decode_sparse(const Decoding *d, int32_t threads) { IN_PARTS(decode_chunks, d, CHUNK); }

@@ -5,25 +5,29 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.noise import starts_of_spans
+from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 
 FORMATS = ("int4", "int8", "fp8", "bf16")
-"""Formats that the library has, in its order."""
+"""Formats with blocks that the library has, in its order. It has the sparse format too."""
 
 
 class _Encoding(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("target", "base", "starts", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes")),
-        *((name, ctypes.c_int32) for name in ("format", "subtract")),
+        *((name, ctypes.c_int32) for name in ("format", "subtract", "kept")),
     )
 
 
@@ -32,7 +36,7 @@ class _Decoding(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes", "size", "messages")),
         ("weight", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("format", "fresh")),
+        *((name, ctypes.c_int32) for name in ("format", "fresh", "kept")),
     )
 
 
@@ -53,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 def encode_host(
     target: Tensor,
     base: Tensor | None,
-    width: WireFormat,
+    width: WireFormat | SparseFormat,
     out: Tensor,
     subtract: bool = False,
     each: int | None = None,
@@ -62,7 +66,7 @@ def encode_host(
     """out ← scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     code = library()
     if code is None or not all(_can_read(x, width) for x in (target, base) if x is not None):
-        encode_reference(target, base, width, out, subtract, each, seed)
+        reference(width)[0](target, base, width, out, subtract, each, seed)
         return
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
@@ -72,13 +76,14 @@ def encode_host(
     for part, (own, copy, content) in enumerate(zip(target.split(step), copies, contents, strict=False)):
         starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
         pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
-        arguments = _Encoding(*pointers, len(own), codes, FORMATS.index(width.name), subtract)
-        code.powersgd_encode(ctypes.byref(arguments), torch.get_num_threads())
+        form, kept, encode = _form(width, code.powersgd_encode, code.powersgd_encode_sparse)
+        arguments = _Encoding(*pointers, len(own), codes, form, subtract, kept)
+        encode(ctypes.byref(arguments), torch.get_num_threads())
 
 
 def apply_host(
     content: Tensor,
-    width: WireFormat,
+    width: WireFormat | SparseFormat,
     base: Tensor,
     weight: float = 1.0,
     each: int | None = None,
@@ -87,16 +92,28 @@ def apply_host(
     """base ← base + codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
     code = library()
     if code is None or not _can_read(base[:1], width):
-        apply_reference(content, width, base, weight, each, fresh)
+        reference(width)[1](content, width, base, weight, each, fresh)
         return
     codes, _ = width.difference_bytes(each or base.shape[1])
     shared = len(base) > 1 and base.stride(0) == 0
     for row, messages in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
         places = row.data_ptr(), messages.data_ptr(), len(row), codes, messages.stride(0), len(messages)
-        arguments = _Decoding(*places, weight, FORMATS.index(width.name), fresh)
-        code.powersgd_decode(ctypes.byref(arguments), torch.get_num_threads())
+        form, kept, decode = _form(width, code.powersgd_decode, code.powersgd_decode_sparse)
+        arguments = _Decoding(*places, weight, form, fresh, kept)
+        decode(ctypes.byref(arguments), torch.get_num_threads())
 
 
-def _can_read(x: Tensor, width: WireFormat) -> bool:
+def reference(width: WireFormat | SparseFormat | None) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what encodes and applies messages of a format in torch."""
+    if isinstance(width, SparseFormat):
+        return encode_sparse_reference, apply_sparse_reference
+    return encode_reference, apply_reference
+
+
+def _form(width: WireFormat | SparseFormat, of_blocks: Any, of_chunks: Any) -> tuple[int, int, Any]:
+    return (0, width.kept, of_chunks) if isinstance(width, SparseFormat) else (FORMATS.index(width.name), 0, of_blocks)
+
+
+def _can_read(x: Tensor, width: WireFormat | SparseFormat) -> bool:
     """Return whether the library takes a tensor and a format."""
-    return width.name in FORMATS and x.dtype == torch.float32 and x.stride(-1) == 1
+    return width.name in (*FORMATS, "sparse") and x.dtype == torch.float32 and x.stride(-1) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from powersgd_triton.comm.communicator import Communicator, Work
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Average, Scheme, Task
 from powersgd_triton.ops.backends import select_backend
@@ -39,15 +39,23 @@ def new_engine(
     communicator: Communicator,
     tensors: Any,
     device: torch.device | None = None,
+    *,
+    rounds: bool = False,
     **options: Any,
 ) -> Engine:
     """Return an engine with the scheme that its configuration asks for. The other arguments are those of ``Engine``.
 
-    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, or its backend
-    cannot be used on the device.
+    It averages gradients, or what ``rounds`` of local steps have changed. TypeError: ``config`` is not a configuration.
+    ValueError: its budget is too small for the tensors, its backend cannot be used on the device, or its format not for
+    gradients.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+    if config.quantize == SPARSE and not rounds:
+        raise ValueError(
+            "quantize='sparse' is for LocalSteps: of gradients in every step, most would be sent many steps late; "
+            'give compression=… without quantize, or quantize="ternary"'
+        )
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)

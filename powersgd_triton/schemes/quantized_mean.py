@@ -11,7 +11,9 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES, WireFormat
+from powersgd_triton.layout.matrices import flat_format
+from powersgd_triton.layout.sparse_format import SparseFormat
+from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.backends import difference_codec
 
 Shards = list[list[slice]]
@@ -40,7 +42,7 @@ class Exchange:
         return bool(self.config.error_feedback)
 
     @property
-    def width(self) -> WireFormat:
+    def width(self) -> WireFormat | SparseFormat:
         return _format(self.config)
 
     def encode(self, M: Tensor, out: Tensor, each: int | None = None, *, message: int = 0) -> None:
@@ -83,10 +85,8 @@ class Messages:
         """Set an int64 scalar to 0 if the mean is not finite."""
         content = self.content
         if content.dtype == torch.uint8:
-            width = _format(self.config)
             # Codes are finite where their scales are.
-            scales = SCALE_BYTES * width.difference_blocks(self.each)
-            bits = content[:, : scales if width.scaled else None].view(torch.int16)
+            bits = content[:, : _format(self.config).checked_bytes(self.each)].view(torch.int16)
             difference_codec(self.config, content.device, torch.float32).note_infinite(bits, verdict)
         else:
             verdict.mul_(content.isfinite().all())
@@ -166,7 +166,7 @@ def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Mess
         yield communicator.all_gather(gathered, sent)
         return Messages(numel, gathered, numel, config)
     # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
-    unit = BLOCK * exchange.width.blocks
+    unit = exchange.width.unit
     each = -(-numel // (workers * unit)) * unit
     own = M[worker * each : (worker + 1) * each]
     own = own if exchange.keeps else own.to(torch.float32, copy=True)
@@ -200,7 +200,7 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
 
     A worker sends half as many bytes, and rounds no sum.
     """
-    communicator, unit = exchange.communicator, BLOCK * exchange.width.blocks
+    communicator, unit = exchange.communicator, exchange.width.unit
     each = max(sum(part.stop - part.start for part in parts) for parts in shards)
     each = -(-each // unit) * unit
     rows = M.new_zeros(communicator.world_size, each)
@@ -224,6 +224,7 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     return mean
 
 
-def _format(config: PowerSGDConfig) -> WireFormat:
-    assert config.quantize is not None
-    return QUANTIZED[config.quantize]
+def _format(config: PowerSGDConfig) -> WireFormat | SparseFormat:
+    found = flat_format(config)
+    assert found is not None
+    return found

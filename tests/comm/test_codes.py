@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.network.stand_ins import CountedWorker
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.config import QUANTIZED
+from powersgd_triton.config import QUANTIZED, SPARSE
 from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout import wire_format
 from powersgd_triton.planning.trial import StandIn
@@ -81,7 +81,7 @@ def dealt(numel: int, workers: int) -> Shards:
     return [parts[worker::turns] if worker < turns else [] for worker in range(workers)]
 
 
-@thinned("numel, cluster, codes", (0, 1, 127, 641, 768, 5000), CLUSTERS, tuple(QUANTIZED))
+@thinned("numel, cluster, codes", (0, 1, 127, 641, 768, 5000), CLUSTERS, (*QUANTIZED, SPARSE))
 def test_nothing_is_lost(numel: int, cluster: tuple[int, int], codes: str):
     workers, node_size = cluster
     given = tensors(numel, workers)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import QUANTIZED, WireFormat
 from powersgd_triton.ops import host
 from powersgd_triton.ops.differences import apply_reference, encode_reference
-from powersgd_triton.ops.host import apply_host, encode_host
+from powersgd_triton.ops.host import apply_host, encode_host, reference
 from tests.support.kernel_cases import INF, NAN
 
 widths = pytest.mark.parametrize("width", QUANTIZED.values(), ids=QUANTIZED)
@@ -60,6 +61,26 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
                     apply(contents[:, 0], width, out, weight, fresh=fresh)
                 parts.append(out.clone())
             results.append(parts)
+        for one, other in zip(*results, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("compression", [16, 50, 1000])
+def test_sparse_messages_have_the_same_bits(compression: float):
+    width, numel = SparseFormat.of(compression), 2 * CHUNK + 700
+    for x, each in itertools.product(inputs(numel), (None, CHUNK)):
+        results = []
+        for encode, apply in (reference(width), (encode_host, apply_host)):
+            left = x.clone()
+            rows = -(-numel // each) if each else 1
+            content = torch.zeros(rows, width.difference_bytes(each or numel)[1], dtype=torch.uint8)
+            encode(left, None, width, content if each else content[0], True, each)
+            out = torch.linspace(-3, 3, each or numel).repeat(len(content), 1).contiguous()
+            out[:, 5] = NAN
+            apply(content, width, out.expand_as(out) if each else out, 1 / 3)
+            fresh = torch.full((1, each or numel), NAN).expand(2, -1)
+            apply(content[:1].expand(2, -1), width, fresh, -0.5, fresh=True)
+            results.append([left, content, out, fresh[0]])
         for one, other in zip(*results, strict=True):
             assert_same(one, other)
 

@@ -26,6 +26,7 @@ TERNARY = PowerSGDConfig(quantize="ternary")
 CONFIGS: dict[str, PowerSGDConfig | None] = {
     "exact": None,
     "ternary": TERNARY,
+    "sparse": PowerSGDConfig(quantize="sparse", compression=16),
     "int2": PowerSGDConfig(quantize="int2"),
     "int4": PowerSGDConfig(quantize="int4"),
     "int8": PowerSGDConfig(quantize="int8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from powersgd_triton import PowerSGDConfig
@@ -240,15 +241,17 @@ def tries_again(worker: int, _world_size: int) -> None:
 
 def keeps_what_is_not_sent(worker: int, _world_size: int) -> None:
     """A share of it stays in each worker's parameters, and the rest decays. ``finish`` leaves θ there."""
-    for config in ("ternary", "rank", "alternating"):
-        training = Training(worker, config, 1, keep=0.5)
-        training.train(4)
-        before, begun, earlier = theta(training.sync), training.flat(), training.changed.clone()
-        training.train(1)
-        changed = training.changed - earlier
-        missing = mean(before - begun + changed) - (before - theta(training.sync))
-        assert missing.abs().max() > 1e-4
-        torch.testing.assert_close(mean(theta(training.sync) - training.flat()), 0.5 * missing, rtol=0, atol=1e-6)
+    for config in ("ternary", "sparse", "rank", "alternating"):
+        training, keep = Training(worker, config, 1, keep=0.5), 0.5
+        decayed = torch.zeros(len(training.start))
+        for _ in range(6):
+            training.train(1)
+            decayed += (1 - keep) / keep * mean(theta(training.sync) - training.flat())
+        # Of all changes, θ has what arrived, the workers' own parameters what they keep, and the rest has decayed.
+        kept = mean(theta(training.sync) - training.flat())
+        lost = mean(training.changed) - (training.start - theta(training.sync)) - kept
+        assert decayed.abs().max() > 1e-4
+        torch.testing.assert_close(lost, decayed, rtol=0, atol=1e-6)
         for delay in (0, 2):
             training = Training(worker, config, EVERY, keep=1.0, delay=delay)
             training.train(2 * EVERY + delay)
@@ -262,6 +265,23 @@ def keeps_what_is_not_sent(worker: int, _world_size: int) -> None:
             assert owed(training.sync).any()
             training.train(EVERY)
             training.finish()
+
+
+def copies_held(keep: float | None) -> int:
+    """How many tensors as large as the model a worker has between two exchanges, its own parameters included."""
+    net = nn.Linear(128, 256, bias=False)
+    earlier = {id(x): x for x in gc.get_objects() if type(x) is Tensor}
+    sync = LocalSteps(net, PowerSGDConfig(quantize="sparse", compression=100), 1, keep=keep)
+    for _ in range(3):
+        net.weight.data += torch.randn_like(net.weight)
+        sync.step()
+    found = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and id(x) not in earlier)
+    return len({x.untyped_storage().data_ptr() for x in found if x.untyped_storage().nbytes() >= net.weight.nbytes})
+
+
+def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
+    """With ``keep``, a worker's own parameters and θ are all that it holds, besides messages."""
+    assert (copies_held(0.9), copies_held(None)) == (2, 3)
 
 
 def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
@@ -293,6 +313,7 @@ test_two_workers = make_test(
         takes_in_what_trains_later,
         tries_again,
         keeps_what_is_not_sent,
+        keeps_no_errors_apart,
     ],
     2,
 )

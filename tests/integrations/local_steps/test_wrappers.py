@@ -196,7 +196,7 @@ STAGE_2_BF16: dict[str, Any] = {"stage": 2, **BF16}
 QUICK: dict[str, Callable[[], None]] = {
     "ddp averages": partial(equals_averaging, "ddp"),
     "fsdp2 averages": partial(equals_averaging, "fsdp2"),
-    "ddp conserves": partial(conserves, "ddp", (("ternary", 0), ("rank", 0))),
+    "ddp conserves": partial(conserves, "ddp", (("ternary", 0), ("sparse", 2), ("rank", 0))),
     "fsdp2 conserves": partial(conserves, "fsdp2", ALL),
     "odd tensors": partial(conserves, "ddp", (("ternary", 0), ("budget", 0)), OddNet),
     "offload": partial(conserves, "fsdp2", (("int2", 2),), **OFFLOAD),

@@ -1,0 +1,119 @@
+"""The sparse format in plain torch, which is its specification: of each chunk, the largest elements by their signs.
+
+The scale of a chunk is the mean magnitude of what is sent of it. Zeros are not sent. Of the last chunk, which may be
+shorter, the same share is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.layout.constants import BF16_NAN, INFINITE_BF16
+from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
+from powersgd_triton.layout.wire_format import LARGEST_BF16, SCALE_BYTES
+
+
+def encode_sparse_reference(
+    target: Tensor,
+    _base: None,
+    width: SparseFormat,
+    out: Tensor,
+    subtract: bool = False,
+    each: int | None = None,
+    _seed: int | None = None,
+) -> None:
+    """out ← scales, signs and places of the largest elements. With ``subtract``, target ← target − what they stand for.
+
+    Of equal magnitudes, the first are sent. If an element of a chunk is not finite, its scale is NaN, and all of it
+    counts as NaN. The other arguments are those of ``encode_reference``.
+    """
+    for own, scales, codes in _messages(target, out if each else out[None], width, each or len(target)):
+        x = _chunks(own.float())
+        magnitude = x.view(torch.int32) & 0x7FFFFFFF
+        finite = magnitude.amax(1, keepdim=True) < INFINITE_BF16 << 16
+        # All different, and larger for the first of equal magnitudes.
+        keys = magnitude.long() * CHUNK + torch.arange(CHUNK - 1, -1, -1, device=x.device)
+        largest = keys.topk(width.kept, dim=1).values
+        numel = torch.arange(len(own), len(own) - x.numel(), -CHUNK, device=x.device).clamp_(max=CHUNK)
+        most = (width.kept * numel + CHUNK - 1) // CHUNK
+        sent = (largest >= CHUNK) & (torch.arange(width.kept, device=x.device) < most[:, None]) & finite
+        places = torch.where(sent, CHUNK - 1 - largest % CHUNK, CHUNK).sort(1).values
+        values = torch.nn.functional.pad(x, (0, 1)).gather(1, places)
+        # Magnitudes are divided first, so that sums do not overflow, and added in an order that all backends have.
+        total = _spread(places, values.abs() / CHUNK)
+        while total.shape[1] > 1:
+            total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
+        scale = (total / sent.sum(1, keepdim=True).clamp_(min=1) * CHUNK).clamp_(max=LARGEST_BF16)
+        scales.copy_(scale).view(torch.int16).masked_fill_(~finite, BF16_NAN)
+        codes.copy_(_packed(places, values < 0, width))
+        if subtract:
+            what = _spread(places, values.sign() * scales.float()).masked_fill_(~finite, torch.nan)
+            own.sub_(what.view(-1)[: len(own)])
+
+
+def apply_sparse_reference(
+    content: Tensor,
+    width: SparseFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
+) -> None:
+    """base ← base + signs · (scales · weight) where messages have elements. Else as ``apply_reference``."""
+    shared = len(base) > 1 and base.stride(0) == 0
+    for row, contents in zip(base[:1] if shared else base, [content] if shared else content[:, None], strict=True):
+        total = torch.zeros_like(row, dtype=torch.float32) if fresh else row.float().nan_to_num(0.0, 0.0, 0.0)
+        for _, scales, codes in _messages(row, contents, width, each or len(row), same=True):
+            places, signs = _unpacked(codes, width)
+            unit = scales.float() * weight
+            # −0 changes no number that it is added to.
+            added = _spread(places, signs * unit, -0.0).masked_fill_(unit.isnan(), torch.nan)
+            total = (total + added.view(-1)[: len(row)]).to(row.dtype).float()
+        row.copy_(total)
+
+
+def _messages(
+    target: Tensor, contents: Tensor, width: SparseFormat, each: int, same: bool = False
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (elements, scales [chunks, 1], chunks [chunks, bytes]) of messages of parts, or all of the ``same``."""
+    parts = [target] * len(contents) if same else target.split(each)
+    offset, _ = width.difference_bytes(each)
+    for part, content in zip(parts, contents, strict=False):
+        if chunks := -(-len(part) // CHUNK):
+            scales = content[: SCALE_BYTES * chunks].view(torch.bfloat16).view(chunks, 1)
+            yield part, scales, content[offset:][: chunks * width.chunk_bytes].view(chunks, width.chunk_bytes)
+
+
+def _chunks(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -len(x) % CHUNK)).view(-1, CHUNK)
+
+
+def _spread(places: Tensor, values: Tensor, fill: float = 0.0) -> Tensor:
+    """Return chunks that have the values in their places, of which CHUNK is none."""
+    whole = values.new_full((len(places), CHUNK + 1), fill)
+    return whole.scatter_(1, places, values)[:, :CHUNK].contiguous()
+
+
+def _packed(places: Tensor, negative: Tensor, width: SparseFormat) -> Tensor:
+    """Return the bytes of chunks."""
+    sent = places < CHUNK
+    planes = [(places >> bit) % 2 * sent for bit in range(width.low)]
+    ones = torch.where(sent, (places >> width.low) + torch.arange(width.kept, device=places.device), width.unary)
+    unary = torch.zeros(len(places), width.unary + 1, dtype=torch.long, device=places.device).scatter_(1, ones, 1)
+    bits = torch.cat([*planes, negative.long(), unary[:, :-1]], 1).view(len(places), -1, 8)
+    return (bits << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
+
+
+def _unpacked(codes: Tensor, width: SparseFormat) -> tuple[Tensor, Tensor]:
+    """Return the place of the element of each unary bit, or CHUNK, and its sign."""
+    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1).view(len(codes), -1)
+    *planes, unary = bits.long().split([width.kept] * (width.low + 1) + [width.unary], 1)
+    number = unary.cumsum(1)
+    element = (number - 1).clamp_(min=0)
+    places = torch.arange(width.unary, device=codes.device) - element << width.low
+    for bit, plane in enumerate(planes[:-1]):
+        places += plane.gather(1, element) << bit
+    return torch.where(unary > 0, places, CHUNK), 1.0 - 2.0 * planes[-1].gather(1, element)
