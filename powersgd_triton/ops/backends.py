@@ -82,9 +82,10 @@ def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.
         encode, apply = (encode_host, apply_host) if device.type == "cpu" else reference(flat_format(config))
         return DifferenceCodec(encode, apply, note_infinite_reference)
     # Imported here, because triton may not be installed.
-    from powersgd_triton.kernels import differences
+    from powersgd_triton.kernels import differences, sparse
 
     if config.quantize == SPARSE:
-        encode, apply = reference(flat_format(config))
-        return DifferenceCodec(encode, apply, differences.note_infinite_triton)
+        return DifferenceCodec(
+            sparse.encode_sparse_triton, sparse.apply_sparse_triton, differences.note_infinite_triton
+        )
     return DifferenceCodec(differences.encode_triton, differences.apply_triton, differences.note_infinite_triton)
