@@ -134,6 +134,8 @@ def _apply_sparse_kernel(
         # Other threads have written there, for the message before.
         tl.debug_barrier()
         x = tl.load(base + found, one > 0, 0.0).to(tl.float32) + tl.where(sign > 0, -scale, scale)
+        # Where few lanes are in use, several threads have read an element that one of them writes.
+        tl.debug_barrier()
         tl.store(base + found, _round(x, dtype), one > 0)
         if scale != scale:
             tl.store(base + place, _round(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)

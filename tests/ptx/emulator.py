@@ -163,6 +163,7 @@ def install(emulator: Emulator) -> None:
     """Compile and launch kernels for this device from now on, with tensors on the CPU; fresh memory is poisoned."""
     from powersgd_triton.kernels import configurations
     from powersgd_triton.kernels import differences as _differences  # noqa: F401
+    from powersgd_triton.kernels import sparse as _sparse  # noqa: F401
     from powersgd_triton.ops import triton_backend
 
     triton.knobs.cache.dir = str(CACHE / "triton")

@@ -54,7 +54,8 @@ typedef int64_t s64; typedef int32_t s32; typedef int16_t s16; typedef int8_t s8
     COMPARISONS(V, f16, half) COMPARISONS(V, bf16, brain) \
     FROM_INTEGER(V, f32, of_single, float) FROM_INTEGER(V, f64, of_real, double) \
     V(and_pred, a & b) V(or_pred, a | b) V(xor_pred, a ^ b) V(not_pred, !a) V(mov_pred, a & 1) \
-    V(bfe_u32, extract(a, b, c, 0)) V(bfe_s32, extract(a, b, c, 1)) V(prmt_b32, permute(a, b, c)) \
+    V(bfe_u32, extract(a, b, c, 0)) V(bfe_s32, extract(a, b, c, 1)) \
+    V(bfe_u64, (u64)a >> (b & 63) & (((u64)1 << (c & 63)) - 1)) V(prmt_b32, permute(a, b, c)) \
     V(popc_b32, (u64)__builtin_popcount((u32)a)) V(cvt_f64_f32, of_real(single(a))) \
     V(cvt_f32_f64, of_single((float)real(a))) V(cvt_f32_f16, of_single(half(a))) V(cvt_f16_f32, of_half(single(a))) \
     V(cvt_f32_bf16, (u32)(a << 16)) V(cvt_bf16_f32, of_brain(single(a))) \
