@@ -235,7 +235,9 @@ class LocalSteps(Handle):
 
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
-        return dataclasses.replace(super().report(), every=self.every)
+        found = super().report()
+        apart = not (self._keep and self.config.quantize)
+        return dataclasses.replace(found, every=self.every, error_bytes=found.error_bytes if apart else 0.0)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

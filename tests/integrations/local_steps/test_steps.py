@@ -275,6 +275,7 @@ def copies_held(keep: float | None) -> int:
     for _ in range(3):
         net.weight.data += torch.randn_like(net.weight)
         sync.step()
+    assert bool(sync.report().error_bytes) == (keep is None)
     found = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and id(x) not in earlier)
     return len({x.untyped_storage().data_ptr() for x in found if x.untyped_storage().nbytes() >= net.weight.nbytes})
 
