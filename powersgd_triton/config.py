@@ -68,7 +68,7 @@ def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -
 class PowerSGDConfig:
     """How gradients are compressed. Immutable, keyword-only, and validated on construction.
 
-    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``quantize``, but for a sparse format.
+    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``quantize``; "sparse" takes ``compression``.
 
     Args:
         rank: Number of columns of the factors P and Q. An n × m matrix uses min(rank, n, m). It may be a function

@@ -1,5 +1,5 @@
-// Quantized tensors on the CPU: what ops/differences.py and ops/sparse.py define for these formats, with the same bits. One pass
-// reads or writes a tensor, where operations of torch take about ten.
+// Quantized tensors on the CPU: what ops/differences.py and ops/sparse.py define for these formats, with the same bits.
+// One pass reads or writes a tensor, where operations of torch take about ten.
 //
 // Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations.
 // The compiler may compute what is not used (-fno-trapping-math), or some loops would not use vector instructions.

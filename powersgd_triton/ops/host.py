@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,9 +75,9 @@ def encode_host(
     for part, (own, copy, content) in enumerate(zip(target.split(step), copies, contents, strict=False)):
         starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
         pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
-        form, kept, encode = _form(width, code.powersgd_encode, code.powersgd_encode_sparse)
+        kind, form, kept = _form(width)
         arguments = _Encoding(*pointers, len(own), codes, form, subtract, kept)
-        encode(ctypes.byref(arguments), torch.get_num_threads())
+        code[f"powersgd_encode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
 def apply_host(
@@ -98,9 +97,9 @@ def apply_host(
     shared = len(base) > 1 and base.stride(0) == 0
     for row, messages in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
         places = row.data_ptr(), messages.data_ptr(), len(row), codes, messages.stride(0), len(messages)
-        form, kept, decode = _form(width, code.powersgd_decode, code.powersgd_decode_sparse)
+        kind, form, kept = _form(width)
         arguments = _Decoding(*places, weight, form, fresh, kept)
-        decode(ctypes.byref(arguments), torch.get_num_threads())
+        code[f"powersgd_decode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
 def reference(width: WireFormat | SparseFormat | None) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -110,8 +109,8 @@ def reference(width: WireFormat | SparseFormat | None) -> tuple[Callable[..., No
     return encode_reference, apply_reference
 
 
-def _form(width: WireFormat | SparseFormat, of_blocks: Any, of_chunks: Any) -> tuple[int, int, Any]:
-    return (0, width.kept, of_chunks) if isinstance(width, SparseFormat) else (FORMATS.index(width.name), 0, of_blocks)
+def _form(width: WireFormat | SparseFormat) -> tuple[str, int, int]:
+    return ("_sparse", 0, width.kept) if isinstance(width, SparseFormat) else ("", FORMATS.index(width.name), 0)
 
 
 def _can_read(x: Tensor, width: WireFormat | SparseFormat) -> bool:
