@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ternary", {"outer": NESTEROV}),
     ("int4", {"outer": ADAM, "delay": 2}),
     ("exact", {"outer": NESTEROV}),
-    ("int2", {"keep": 1.0}),
+    ("sparse", {"keep": 1.0}),
     ("rank", {"keep": 1.0, "delay": 1}),
     ("rank", {}),
     ("budget", {"outer": NESTEROV, "delay": 1}),
