@@ -40,10 +40,12 @@ from powersgd_triton.kernels import (
     orthogonalize,
     pack,
     reconstruct,
+    sparse,
 )
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire import TritonWire
+from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import FORMATS, QUANTIZED, WirePlan
 
 RANKS = (4, 16, 32, 64)
@@ -51,6 +53,7 @@ BUCKET_RANKS = (4, 16, 32)
 SWEEPS = {"sweeps": "the L2 cache or memory", "sweeps_dram": "memory"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
+SPARSE_COMPRESSIONS = (16, 50, 1000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
         yield from _difference_launches(name, dtype, aligned)
         if QUANTIZED[name].stochastic:
             yield from _difference_launches(name, dtype, aligned, seed=2**32 - 1)
+    yield from _sparse_launches()
 
 
 def _launches(
@@ -169,6 +173,17 @@ def _difference_launches(name: str, dtype: torch.dtype, aligned: bool, seed: int
     kind = f"differences {name}" if seed is None else f"stochastic differences {name}"
     label = f"{kind}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
     yield from _different(recorded, label)
+
+
+def _sparse_launches() -> Iterator[Variant]:
+    """Launch the coding of sparse messages, as local steps do."""
+    for compression in SPARSE_COMPRESSIONS:
+        width, whole = SparseFormat.of(compression), torch.zeros(1, 8192)
+        content = torch.zeros(2, width.difference_bytes(8192)[1], dtype=torch.uint8)
+        with recording(run=False) as recorded:
+            sparse.encode_sparse_triton(whole[0], None, width, content[0], subtract=True)
+            sparse.apply_sparse_triton(content, width, whole.expand(2, -1), fresh=True)
+        yield from _different(recorded, f"sparse {compression}x")
 
 
 def _different(recorded: Sequence[Launch], label: str) -> Iterator[Variant]:
