@@ -33,6 +33,7 @@ static const float LEVELS[] = {7, 127, 448, 1};
 typedef struct {
     float *target;
     const float *base;      // or NULL for zeros
+    const float *term, *other;  // target is their sum, or NULL if it is given
     const int64_t *starts;  // of each PERIOD elements among the random numbers, or NULL to round to nearest
     uint8_t *content;
     int64_t numel, codes;   // codes: their offset in content, in bytes
@@ -143,6 +144,8 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         uint8_t *codes = e->content + e->codes + place * BITS[e->format] / 8;
         uint16_t *scale = (uint16_t *)e->content + block;
         for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(own + AHEAD + i);
+        if (e->term)
+            for (int i = 0; i < n; i++) own[i] = e->term[place + i] + e->other[place + i];
         if (n < BLOCK) memset(x, 0, sizeof x);
         memcpy(x, own, n * sizeof(float));
         if (e->base)

@@ -52,9 +52,9 @@ def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, o
                         balance[name] += given[name].double() - own[name].double() / scale
             engine.end_step()
             del given, own, bucket
-            # The rest is what decides about 1024 steps. The memory of messages stays on the CPU.
+            # The rest is what decides about 1024 steps. The memory of messages and of the old errors stays on the CPU.
             messages = 1.6 * NUMEL * (1 if step == 0 else 2)
-            assert live_bytes() - before - messages <= 1.5 * 4 * NUMEL, step
+            assert live_bytes() - before - messages <= (2.5 if on_host else 1.5) * 4 * NUMEL, step
     for name, error in engine.residuals.error(engine.step).items():
         left = communicator.mean(error.double()).view(SHAPES[name])
         # Five steps that count, of elements of size 1, in fp32.

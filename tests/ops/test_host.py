@@ -49,7 +49,8 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
                 2, -(-numel // (each or numel)), width.difference_bytes(each or numel)[1], dtype=torch.uint8
             )
             for content, copy, subtract in zip(contents, (base, None), (False, True), strict=True):
-                encode(left, copy, width, content if each else content[0], subtract, each, seed)
+                terms = (base, target) if subtract else None
+                encode(left, copy, width, content if each else content[0], subtract, each, seed, terms)
             parts = [left, contents]
             for weight, fresh, shared in ((0.5, True, True), (1 / 3, False, True), (-1.0, False, False)):
                 out = torch.linspace(-3, 3, numel).repeat(2, 1).contiguous()
