@@ -47,6 +47,7 @@ class Residuals:
 
     Attributes:
         streams: Streams on which all of this memory is allocated and used.
+        spares: Whether memory for the errors of the next step is kept between steps, on the CPU.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: size} of all tensors that have been in a bucket.
@@ -58,7 +59,7 @@ class Residuals:
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         self.streams = Streams()
-        self.late = False
+        self.late, self.spares = False, True
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
@@ -69,6 +70,8 @@ class Residuals:
         # Errors of tensors that are sent whole, flat, by their bucket's layout. What the open step has left of them.
         self._whole: dict[Layout, Tensor] = {}
         self._left: dict[Layout, Tensor] = {}
+        # Memory of the CPU for what the next step will leave: new memory takes longer than the step.
+        self._spare: dict[Layout, Tensor] = {}
         # Errors E [n, m] of other tensors without a matrix. Which a step has added to gradients, and its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
@@ -110,11 +113,19 @@ class Residuals:
 
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
         """Return M = G + E of tensors that are sent whole, flat, in fp32."""
-        G = flat(layout, gradients)
         if not self.plan.config.error_feedback:
-            return G.to(torch.float32, copy=True)
+            return flat(layout, gradients).to(torch.float32, copy=True)
+        M, terms = self.terms(layout, gradients, step)
+        return torch.add(*terms, out=M)
+
+    def terms(
+        self, layout: Layout, gradients: Mapping[str, Tensor], step: Step
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return memory for M, and G and E, of which it is the sum."""
+        G = flat(layout, gradients)
         E, scale = self._flat(layout, G.device), step.scale(G.device)
-        return torch.add(E if scale is None else E * scale, G).float()
+        M = self._spare.pop(layout, None)
+        return torch.empty_like(E) if M is None else M, (G, E if scale is None else E * scale)
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
@@ -138,6 +149,7 @@ class Residuals:
         for other in [other for other in self._whole if not other.shapes.keys().isdisjoint(layout.shapes)]:
             # Copies, since views would keep the memory of all until the last one is used.
             self._remaining |= {name: E.clone() for name, E in _named(other, self._whole.pop(other)).items()}
+            self._spare.pop(other, None)
         return self._unsent()
 
     # Errors ----------------------------------------------------------------------------------------------------------
@@ -176,11 +188,13 @@ class Residuals:
         if verdict is None or not self.is_unsettled(step):
             return
         for layout, M in self._left.items():
+            E = self._flat(layout, M.device)
             if not on_host(verdict):
-                E = self._flat(layout, M.device)
                 torch.where(verdict.bool(), M, E, out=E)
-            elif verdict:
-                self._whole[layout] = M
+            else:
+                self._whole[layout], spare = (M, E) if verdict else (E, M)
+                if self.spares:
+                    self._spare[layout] = spare
         self._left, self._verdict = {}, None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.

@@ -39,8 +39,6 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
 
     On the CPU they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests.
     """
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "the kernels run on CUDA and ROCm devices; these gradients are on the CPU"
@@ -48,6 +46,8 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
         return f"the kernels run on CUDA and ROCm devices; these gradients are on {device.type}"
     elif torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"the kernels need compute capability 8.0; this device has {capability[0]}.{capability[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     version = triton_version()
     oldest, where = (OLDEST_TRITON, "") if torch.version.hip is None else (OLDEST_TRITON_ON_ROCM, " on ROCm")
     if tuple(int(number) for number in version.split(".")[:2]) < oldest:

@@ -6,6 +6,7 @@ of each at a time, [groups, parts, elements]. Byte j of a group holds element j 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -244,11 +245,14 @@ def encode_triton(
     subtract: bool = False,
     each: int | None = None,
     seed: int | None = None,
+    terms: Sequence[Tensor] | None = None,
 ) -> None:
     """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     numel = target.numel()
     each = each or numel
     codes, size = width.difference_bytes(each)
+    if terms is not None:
+        torch.add(*terms, out=target)
     if numel:
         if seed is not None:
             # As an int32, which has the same bits.

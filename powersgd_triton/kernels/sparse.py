@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -149,10 +151,13 @@ def encode_sparse_triton(
     subtract: bool = False,
     each: int | None = None,
     _seed: int | None = None,
+    terms: Sequence[Tensor] | None = None,
 ) -> None:
     """out = scales, signs and places, with the arguments and the bits of ``encode_sparse_reference``."""
     numel = target.numel()
     each = each or numel
+    if terms is not None:
+        torch.add(*terms, out=target)
     if numel:
         offset, size = width.difference_bytes(each)
         chunks, parts, flat = triton.cdiv(each, sparse_format.CHUNK), triton.cdiv(numel, each), out.view(-1)

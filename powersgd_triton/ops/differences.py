@@ -11,6 +11,8 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,11 @@ def encode_reference(
     subtract: bool = False,
     each: int | None = None,
     seed: int | None = None,
+    terms: Sequence[Tensor] | None = None,
 ) -> None:
     """out ← scales and codes of target − base. With ``subtract``, target ← target − what these stand for.
+
+    With two ``terms``, target ← their sum comes first. They are as long as it, and of any float dtype.
 
     8 and 4 bits: round((target − base) / scale), ties to even; fp8 and bf16: the nearest number. 2 bits: the nearest of
     −3, −1, 1 and 3 times the scale. Ternary: 0 for magnitudes up to 0.7 of the block's mean, and ±1 for others, whose
@@ -48,6 +53,8 @@ def encode_reference(
     so many elements. The last one may have fewer, and its other bytes stay as they are.
     """
     seed = seed if width.stochastic else None
+    if terms is not None:
+        torch.add(*terms, out=target)
     if each is not None:
         copies = [None] * len(out) if base is None else base.split(each)
         for number, (part, copy, content) in enumerate(zip(target.split(each), copies, out, strict=False)):

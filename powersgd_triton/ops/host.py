@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ FORMATS = ("int4", "int8", "fp8", "bf16")
 
 class _Encoding(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("target", "base", "starts", "content")),
+        *((name, ctypes.c_void_p) for name in ("target", "base", "term", "other", "starts", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes")),
         *((name, ctypes.c_int32) for name in ("format", "subtract", "kept")),
     )
@@ -61,20 +61,21 @@ def encode_host(
     subtract: bool = False,
     each: int | None = None,
     seed: int | None = None,
+    terms: Sequence[Tensor] | None = None,
 ) -> None:
     """out ← scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     code = library()
-    if code is None or not all(_can_read(x, width) for x in (target, base) if x is not None):
-        reference(width)[0](target, base, width, out, subtract, each, seed)
+    if code is None or not all(_can_read(x, width) for x in (target, base, *(terms or ())) if x is not None):
+        reference(width)[0](target, base, width, out, subtract, each, seed, terms)
         return
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
     codes, _ = width.difference_bytes(step)
-    copies = itertools.repeat(None) if base is None else base.split(step)
+    rows = [itertools.repeat(None) if x is None else x.split(step) for x in (base, *(terms or (None, None)))]
     contents = out[None] if each is None else out
-    for part, (own, copy, content) in enumerate(zip(target.split(step), copies, contents, strict=False)):
+    for part, (own, content, *others) in enumerate(zip(target.split(step), contents, *rows, strict=False)):
         starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
-        pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
+        pointers = (None if x is None else x.data_ptr() for x in (own, *others, starts, content))
         kind, form, kept = _form(width)
         arguments = _Encoding(*pointers, len(own), codes, form, subtract, kept)
         code[f"powersgd_encode{kind}"](ctypes.byref(arguments), torch.get_num_threads())

@@ -6,7 +6,7 @@ shorter, the same share is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ def encode_sparse_reference(
     subtract: bool = False,
     each: int | None = None,
     _seed: int | None = None,
+    terms: Sequence[Tensor] | None = None,
 ) -> None:
     """out ← scales, signs and places of the largest elements. With ``subtract``, target ← target − what they stand for.
 
     Of equal magnitudes, the first are sent. If an element of a chunk is not finite, its scale is NaN, and all of it
     counts as NaN. The other arguments are those of ``encode_reference``.
     """
+    if terms is not None:
+        torch.add(*terms, out=target)
     for own, scales, codes in _messages(target, out if each else out[None], width, each or len(target)):
         x = _chunks(own.float())
         magnitude = x.view(torch.int32) & 0x7FFFFFFF

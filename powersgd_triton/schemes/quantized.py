@@ -39,26 +39,29 @@ class Quantized(Scheme):
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
         if layout not in self._shards:
             self._shards[layout] = _shards(task)
-        shards, memory, seed = self._shards[layout], self._memory.setdefault(layout, {}), None
+        # An average that is abandoned does not give its memory back: collectives under way may still use it.
+        shards, memory, seed, terms = self._shards[layout], self._memory.pop(layout, {}), None, None
         if config.error_feedback:
-            M = task.residuals.compensated(layout, task.gradients, step)
+            M, terms = task.residuals.terms(layout, task.gradients, step)
         else:
             M = flat(layout, task.gradients)
             own = f"{config.seed} {step.iteration} {communicator.index} {layout.segments[0].name}"
             seed = zlib.crc32(own.encode())
+        exchange = Exchange(config, communicator, seed, terms, memory)
         average: FlatAverage | QuantizedAverage
         if shards is None:
-            messages = yield from summed(M, Exchange(config, communicator, seed, memory))
+            messages = yield from summed(M, exchange)
             messages.note_infinite(step.verdict(M.device))
             average = QuantizedAverage(layout, messages)
         else:
-            mean = yield from scattered_mean(M, shards, Exchange(config, communicator, seed, memory))
+            mean = yield from scattered_mean(M, shards, exchange)
             note_overflow(mean, step.verdict(M.device))
             # Each worker has looked at its own part.
             step.uneven = True
             average = FlatAverage(layout, mean)
         if config.error_feedback:
             task.residuals.keep(layout, M, step)
+        self._memory[layout] = memory
         return average
 
 

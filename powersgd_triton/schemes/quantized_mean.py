@@ -29,12 +29,14 @@ class Exchange:
     Attributes:
         config: With error feedback, a tensor keeps what this worker has not sent yet. Without, it stays as it is.
         seed: Makes rounding stochastic without error feedback, below 2³². None rounds to nearest.
+        terms: Two tensors of which M is the sum. It is computed as it is encoded, in one pass. None if M is given.
         memory: That of the last exchange of tensors of the same sizes.
     """
 
     config: PowerSGDConfig
     communicator: Communicator
     seed: int | None = None
+    terms: tuple[Tensor, Tensor] | None = None
     memory: Memory = dataclasses.field(default_factory=dict)
 
     @property
@@ -49,7 +51,16 @@ class Exchange:
         """Write messages of ``each`` elements to ``out``. Messages of a step have different random numbers."""
         seed = None if self.seed is None else (self.seed + message * 0x9E3779B9) % 2**32
         encode = difference_codec(self.config, M.device, M.dtype).encode
-        encode(M, None, self.width, out, self.keeps, each, seed)
+        encode(M, None, self.width, out, self.keeps, each, seed, self._terms(M))
+
+    def computed(self, M: Tensor) -> Tensor:
+        """Return M, or a part of it, that is not to be encoded."""
+        terms = self._terms(M)
+        return M if terms is None else torch.add(*terms, out=M)
+
+    def _terms(self, M: Tensor) -> list[Tensor] | None:
+        first = M.storage_offset()
+        return None if self.terms is None else [term[first : first + len(M)] for term in self.terms]
 
     def memory_for(self, name: str, numel: int, device: torch.device, *rows: int, zero: bool = False) -> Tensor:
         """Return uint8 [*rows, bytes] for messages of ``numel`` elements.
@@ -127,12 +138,12 @@ def summed(M: Tensor, exchange: Exchange) -> Generator[Work, None, Messages]:
     if inside is None:
         return (yield from _sum_of_workers(M, exchange))
     # Rows of equal length, one for each worker, with zeros at the end.
-    each = -(-len(M) // inside.world_size)
+    each, M = -(-len(M) // inside.world_size), exchange.computed(M)
     rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
     received = torch.empty_like(rows)
     yield inside.all_to_all(received, rows)
     own = received.sum(0, dtype=torch.float32)
-    across = dataclasses.replace(exchange, communicator=exchange.communicator.across)
+    across = dataclasses.replace(exchange, communicator=exchange.communicator.across, terms=None)
     messages = yield from _sum_of_workers(own, across)
     mean = messages.write(torch.empty_like(own)).div_(inside.world_size)
     whole = mean.new_empty(inside.world_size, each)
@@ -155,7 +166,7 @@ def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Mess
     config, communicator, numel = exchange.config, exchange.communicator, len(M)
     workers, worker = communicator.world_size, communicator.index
     if workers == 1 or not numel:
-        mean = M.to(torch.promote_types(M.dtype, torch.float32), copy=True)
+        mean = exchange.computed(M).to(torch.promote_types(M.dtype, torch.float32), copy=True)
         if exchange.keeps:
             M.zero_()
         return Messages(numel, mean, numel, config)
@@ -168,9 +179,10 @@ def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Mess
     # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
     unit = exchange.width.unit
     each = -(-numel // (workers * unit)) * unit
-    own = M[worker * each : (worker + 1) * each]
+    own = exchange.computed(M[worker * each : (worker + 1) * each])
     own = own if exchange.keeps else own.to(torch.float32, copy=True)
     yield from _sum_part(M, own, each, exchange)
+    exchange = dataclasses.replace(exchange, terms=None)
     mine = exchange.memory_for("mine", each, M.device, zero=True)
     gathered = exchange.memory_for("gathered", each, M.device, workers)
     exchange.encode(own, mine[None], each, message=2)
@@ -203,6 +215,7 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     communicator, unit = exchange.communicator, exchange.width.unit
     each = max(sum(part.stop - part.start for part in parts) for parts in shards)
     each = -(-each // unit) * unit
+    M = exchange.computed(M)
     rows = M.new_zeros(communicator.world_size, each)
     places = [
         (row[end - (part.stop - part.start) : end], M[part])
@@ -211,7 +224,7 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     ]
     torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
     own = rows[communicator.index].float()
-    yield from _sum_part(rows.view(-1), own, each, exchange)
+    yield from _sum_part(rows.view(-1), own, each, dataclasses.replace(exchange, terms=None))
     mean, first = torch.zeros(len(M), device=M.device), 0
     own /= communicator.world_size
     for part in shards[communicator.index]:
