@@ -10,6 +10,7 @@ from typing import Any
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.integrations.fsdp2.states import HybridShardState, refuse_unequal
 from powersgd_triton.integrations.saved_shards import join
 from powersgd_triton.integrations.several import Several, merged_loads
 from powersgd_triton.integrations.sharded import ShardedHandle
@@ -29,10 +30,8 @@ class DividedState(Several, ShardedHandle):
 
     def check_replicas(self) -> None:
         """Compare the parameters of all replicas. Collective. See ``HybridShardState.check_replicas``."""
-        for state in self._parts:
-            check = getattr(state, "check_replicas", None)
-            if check is not None:
-                check()
+        # All of them before an error, which only the workers of some shards may raise.
+        refuse_unequal([n for state in self._parts if isinstance(state, HybridShardState) for n in state.unequal()])
 
     def state_dict(self) -> dict[str, Any]:
         return join([state.state_dict() for state in self._parts])

@@ -85,8 +85,11 @@ def unequal_replicas(worker: int, world_size: int) -> None:
     """Replicas are made equal at the start, stay so, have errors of their shards, and are noticed if they differ."""
     mesh = hybrid_mesh(2, 2)
     group = mesh["replicate"].get_group()
-    module, state = hybrid(Net(seed=dist.get_rank(group)), mesh, RANK_2)
+    net = Net(seed=dist.get_rank(group))
+    net.register_buffer("tokens_seen", torch.zeros(2), persistent=False)
+    module, state = hybrid(net, mesh, RANK_2)
     train(module, worker)
+    module.tokens_seen += worker
     state.check_replicas()
     rows = [(-(-p.shape[0] // 2), *p.shape[1:]) for p in module.parameters()]
     assert state.error_numel() == sum(torch.Size(shape).numel() for shape in rows if compressed_rank(shape, RANK_2)) > 0
