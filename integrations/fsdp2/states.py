@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,11 +98,15 @@ class HybridShardState(ShardedHandle):
         shape = real_shape(parameter.shape, parameter.dtype)
         return placed(local, parameter.device_mesh, parameter.placements, shape)
 
-    def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
-        """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
-        report = super().load_state_dict(state_dict, rename=rename)
-        self._unreduced.clear()
-        return report
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        go_on = super()._loading(state_dict, **options)
+
+        def discarding() -> LoadReport:
+            """Discard gradients of micro-batches that have not been averaged yet."""
+            self._unreduced.clear()
+            return go_on()
+
+        return discarding
 
     def forget(self) -> None:
         """See ``Handle.forget``. Discard gradients of micro-batches that have not been averaged yet."""

@@ -58,7 +58,9 @@ def wrong_use(worker: int, _world_size: int) -> None:
             raise KeyError("qkv")
 
     said = complaint(attach, DistributedDataParallel(nn.Linear(40, 40)), rank=2, matrices=fails_alone)
-    assert said.startswith("KeyError" if worker == 1 else "DisagreementError: attach failed on worker 1: KeyError"), said
+    assert said.startswith("KeyError" if worker == 1 else "DisagreementError: attach failed on worker 1: KeyError"), (
+        said
+    )
     state = attach(model, rank=2)
     # A copy has no hook.
     assert attach(copy.deepcopy(model), rank=2) is not state
