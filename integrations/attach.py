@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -66,8 +67,8 @@ def attach(
         state = _compress(bare, together("attach", given, found("attach", lambda: _workers(bare))), node_group)
         _attached[bare] = weakref.ref(state)
         if not is_deepspeed(bare):
-            # DeepSpeed's adapter has said it.
-            announce(describe(state))
+            # DeepSpeed's adapter has said it. The functions of a configuration may fail on one worker only.
+            announce(state._together("attach", functools.partial(describe, state)))
     elif (wanted := chosen(config, options)) is not None and wanted != state.config:
         raise ValueError("the model is compressed with {} already; got {}".format(*unlike(state.config, wanted)))
     elif node_group is not None and node_group != state._communicator.node_group:

@@ -5,33 +5,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.core.saved_state import LoadReport, listing
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback
-from powersgd_triton.handle import Folder, Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import RankReport
-
-FOLDER = "powersgd"
-"""The folders that ``save`` makes in a checkpoint's folder are named so, with a hyphen and a label."""
 
 
 class Several(Handle):
     """The compression of one model by several states, each with its own parameters and workers.
 
-    It saves and loads them together: ``state_dict`` is {label: state}, and ``save`` makes a folder for each label.
-
     Args:
         config: Configuration of the compression. Those of the states may have shares of its budget.
-        states: {label: state}. No parameter is in two of them, and no label is a file's name. The workers of each
-            state's communicator and of its ``others`` must be the same, so that all hear of an error.
+        states: {label: state}. No parameter is in two of them. The workers of each state's communicator and of its
+            ``others`` must be the same, so that all hear of an error.
     """
 
     def __init__(self, config: PowerSGDConfig, states: Mapping[str, Handle]) -> None:
@@ -80,39 +73,6 @@ class Several(Handle):
     def forget(self) -> None:
         for state in self:
             state.forget()
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {label: state} of all states. Collective. It is what ``torch.distributed.checkpoint`` saves."""
-        return {label: state.state_dict() for label, state in self.states.items()}
-
-    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from the result of ``state_dict``. Collective.
-
-        ValueError: The saved state has other labels, or a part does not fit. Parts before it stay loaded.
-        """
-        if not isinstance(state_dict, Mapping) or state_dict.keys() != self.states.keys():
-            found = listing(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ValueError(f"expected a saved state with the parts {listing(self.states)}; got {found}")
-        return merged_loads(state.load_state_dict(state_dict[label]) for label, state in self.states.items())
-
-    def save(self, folder: Folder) -> None:
-        for label, state in self.states.items():
-            state.save(self._folder(folder, label))
-
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """Continue from what ``save`` wrote. Collective. See ``Handle.load``. Parts before an error stay loaded."""
-        # A part alone may not be missing, and the state of another wrapper may not be overlooked.
-        missing_ok &= not any(Path(folder).glob(f"{FOLDER}*"))
-        reports = [
-            state.load(self._folder(folder, label), missing_ok=missing_ok) for label, state in self.states.items()
-        ]
-        found = [report for report in reports if report is not None]
-        return merged_loads(found) if found else None
-
-    def _folder(self, folder: Folder, label: str) -> Path:
-        return Path(folder) / f"{FOLDER}-{label}"
 
 
 def check_shared(config: PowerSGDConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -24,7 +25,7 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.loading import load, save
+from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing, plain, renamed
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, remove, weighted_squares
@@ -118,7 +119,10 @@ class ShardedHandle(Handle):
         Raises:
             ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        rename = rename or self._names
+        return self._load(state_dict, rename=rename)
+
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        rename = options.get("rename") or self._names
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
@@ -152,8 +156,9 @@ class ShardedHandle(Handle):
             plain_sizes = {name: plain(size) for name, size in tensors.items()}
             return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
 
-        report = load(self._engine, read)
-        return dataclasses.replace(report, dropped=(*report.dropped, *(name for name in self._left if sums.get(name))))
+        saved, report = compared(self._engine, read)
+        dropped = (*report.dropped, *(name for name in self._left if sums.get(name)))
+        return functools.partial(adopt, self._engine, saved, dataclasses.replace(report, dropped=dropped))
 
     def save(self, folder: Folder) -> None:
         # What an interrupted call has left is gone before a worker writes.

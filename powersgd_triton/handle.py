@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +17,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.loading import forget, load, save
+from powersgd_triton.core.loading import adopt, compared, forget, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.layout.matrices import sizes
+from powersgd_triton.layout.matrices import Size, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -160,7 +161,15 @@ class Handle:
         return self._load(state_dict)
 
     def _load(self, state_dict: StateDict, **options: Any) -> LoadReport:
-        return load(self._engine, lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)), **options)
+        return self._loading(state_dict, **options)()
+
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        """Check a saved state, and return a function that continues from it. Collective; the function is not."""
+
+        def read() -> tuple[Any, Mapping[str, Size]]:
+            return opened(state_dict), sizes(self._engine.tensors(), self.config)
+
+        return functools.partial(adopt, self._engine, *compared(self._engine, read, **options))
 
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.

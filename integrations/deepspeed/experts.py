@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig, logger
-from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.saved_state import LoadReport, listing
 from powersgd_triton.handle import Folder
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import Traffic, experts_group
@@ -110,10 +111,38 @@ class MixtureState(Several):
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return {label: state} of all states. Collective."""
+        return {label: state.state_dict() for label, state in self.states.items()}
+
+    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
+        """Continue from the result of ``state_dict``. Collective.
+
+        ValueError: The saved state has other labels, or a part does not fit. Nothing was changed.
+        """
+
+        def parts() -> Mapping[str, StateDict]:
+            found = state_dict.keys() if isinstance(state_dict, Mapping) else {type(state_dict).__name__}
+            if not isinstance(state_dict, Mapping) or found != self.states.keys():
+                raise ValueError(f"expected a saved state with the parts {listing(self.states)}; got {listing(found)}")
+            return state_dict
+
+        saved = self._dense._together("load_state_dict", parts)
+        loading = [state._loading(saved[label]) for label, state in self.states.items()]
+        return merged_loads(go_on() for go_on in loading)
+
+    def save(self, folder: Folder) -> None:
+        # Their files have different names.
+        for state in self._parts:
+            state.save(folder)
+
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``DeepSpeedState.load``."""
-        self._dense._together("load", lambda: self._check_experts(self.tagged(folder, None) or Path(folder)))
-        return super().load(folder, missing_ok=missing_ok)
+        go_on = self.read(lambda: self._dense.saved_in(folder))
+        if go_on is None:
+            self._dense.begin_without(folder, missing_ok)
+            return None
+        return go_on()
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """See ``DeepSpeedState.read``. Experts that were not compressed when the state was saved start without errors.
@@ -151,10 +180,6 @@ class MixtureState(Several):
                 f"compresses those of {', '.join(self._experts) or 'no group'}. Continue with the ep_size and workers "
                 "that saved it, or remove powersgd_ep_size_*_state.pt to start experts with errors of zero"
             )
-
-    def _folder(self, folder: Folder, label: str) -> Path:  # noqa: ARG002
-        # The files have different names.
-        return Path(folder)
 
 
 State = DeepSpeedState | MixtureState

@@ -162,13 +162,20 @@ class DeepSpeedState(Handle):
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
-        go_on = self.read(
-            lambda: path if ((path := Path(folder)) / self._file()).exists() else self.tagged(path, None) or path
-        )
+        go_on = self.read(lambda: self.saved_in(folder))
         if go_on is None:
-            self._begin_without(Path(folder) / self._file(), missing_ok)
+            self.begin_without(folder, missing_ok)
             return None
         return go_on()
+
+    def saved_in(self, folder: Folder) -> Path:
+        """Return the folder of the state: this one, or the one that DeepSpeed would load from it."""
+        path = Path(folder)
+        return path if (path / self._file()).exists() else self.tagged(path, None) or path
+
+    def begin_without(self, folder: Folder, missing_ok: bool) -> None:
+        """See ``Handle.load``, of a folder without a state."""
+        self._begin_without(Path(folder) / self._file(), missing_ok)
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.

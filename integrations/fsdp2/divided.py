@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.integrations.fsdp2.states import HybridShardState, refuse_unequal
 from powersgd_triton.integrations.saved_shards import join
 from powersgd_triton.integrations.several import Several, merged_loads
 from powersgd_triton.integrations.sharded import ShardedHandle
@@ -29,25 +29,27 @@ class DividedState(Several, ShardedHandle):
 
     def check_replicas(self) -> None:
         """Compare the parameters of all replicas. Collective. See ``HybridShardState.check_replicas``."""
-        for state in self._parts:
-            check = getattr(state, "check_replicas", None)
-            if check is not None:
-                check()
+        # All of them before an error, which only the workers of some shards may raise.
+        refuse_unequal([n for state in self._parts if isinstance(state, HybridShardState) for n in state.unequal()])
 
     def state_dict(self) -> dict[str, Any]:
         return join([state.state_dict() for state in self._parts])
 
-    def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
-        return merged_loads(state.load_state_dict(state_dict, rename=rename) for state in self._parts)
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        # What one part refuses, no other loads.
+        loading = [state._loading(state_dict, **options) for state in self._parts]
+        return lambda: merged_loads(go_on() for go_on in loading)
 
     def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
-        view = copy.copy(self)
+        view = super().renamed(names)
+        assert isinstance(view, DividedState)
         view._parts = [
             state.renamed({old: new for old, new in names.items() if new in state._matrices()}) for state in self._parts
         ]
         return view
 
-    save, load = ShardedHandle.save, ShardedHandle.load
+    def _matrices(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for state in self._parts for name, shape in state._matrices().items()}
 
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
         for state in self._parts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
 from powersgd_triton.integrations.fsdp2.divisions import Division
-from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors
+from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors, unsaved
 from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
@@ -69,18 +70,21 @@ class HybridShardState(ShardedHandle):
         broadcast_from_first(self._tensors().values(), self._communicator)
         self._equal = True
 
-    @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
-        tensors = self._tensors()
+        """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ.
+
+        Buffers that are not saved (``persistent=False``) may differ, such as counts of a worker's tokens.
+        """
+        refuse_unequal(self.unequal())
+
+    @torch.no_grad()
+    def unequal(self) -> list[str]:
+        """Return the names of the tensors that ``check_replicas`` refuses. Collective."""
+        passing = unsaved(self._model)
+        tensors = {name: tensor for name, tensor in self._tensors().items() if name not in passing}
         prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in tensors.values()]))
-        unequal = (prints != prints[0]).any(dim=0).tolist()
-        names = [name for name, differs in zip(tensors, unequal, strict=True) if differs]
-        if names:
-            raise RuntimeError(
-                f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
-                "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
-            )
+        differs = (prints != prints[0]).any(dim=0).tolist()
+        return list(itertools.compress(tensors, differs))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return {name: this worker's part} of the parameters and buffers that replicas have in common."""
@@ -94,11 +98,15 @@ class HybridShardState(ShardedHandle):
         shape = real_shape(parameter.shape, parameter.dtype)
         return placed(local, parameter.device_mesh, parameter.placements, shape)
 
-    def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
-        """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
-        report = super().load_state_dict(state_dict, rename=rename)
-        self._unreduced.clear()
-        return report
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        go_on = super()._loading(state_dict, **options)
+
+        def discarding() -> LoadReport:
+            """Discard gradients of micro-batches that have not been averaged yet."""
+            self._unreduced.clear()
+            return go_on()
+
+        return discarding
 
     def forget(self) -> None:
         """See ``Handle.forget``. Discard gradients of micro-batches that have not been averaged yet."""
@@ -146,6 +154,15 @@ class HybridShardState(ShardedHandle):
             output.copy_(buffer)
         if output.dtype != buffer.dtype or divided:
             self._note_overflow(output)
+
+
+def refuse_unequal(names: list[str]) -> None:
+    """Raise RuntimeError if there are tensors in which replicas differ."""
+    if names:
+        raise RuntimeError(
+            f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
+            "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
+        )
 
 
 class FullShardState(WholeHandle):

@@ -38,6 +38,12 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def unsaved(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that checkpoints do not have."""
+    modules = dict(model.named_modules())
+    return {f"{path}.{name}".lstrip(".") for path in modules for name in modules[path]._non_persistent_buffers_set}
+
+
 class Unit:
     """Parameters of one module whose gradients FSDP reduces in one message. FSDP's object is ``parameter_group``."""
 

@@ -44,12 +44,13 @@ def matrix_size(shape: Sequence[int], config: PowerSGDConfig, name: str = "") ->
     """
     if len(shape) < 2:
         return Size(1, math.prod(shape))
-    given = config.matrices and config.matrices(name, tuple(shape))
-    if given:
-        if len(given) != 3 or min(given) < 1 or math.prod(given) != math.prod(shape):
+    given = config.matrices(name, tuple(shape)) if config.matrices and 0 not in shape else None
+    if given is not None:
+        view = given if isinstance(given, (tuple, list)) and all(type(each) is int for each in given) else ()
+        if len(view) != 3 or min(view) < 1 or math.prod(view) != math.prod(shape):
             expected = f"(batch, rows, columns) with {math.prod(shape)} elements, as {tuple(shape)}, or None"
             raise ValueError(f"matrices must return {expected}, for {name!r}; got {given!r}")
-        batch, n, m = given
+        batch, n, m = view
         return Size(n, m, batch=batch)
     one, several = Size(shape[0], math.prod(shape[1:])), Size(shape[-2], shape[-1], batch=math.prod(shape[:-2]))
     return several if several.batch * (several.n + several.m) <= MOST_FACTORS * (one.n + one.m) else one

@@ -90,7 +90,10 @@ def test_what_is_a_matrix_can_be_said():
     assert [tensor.matrices for tensor in tensors] == [(3, 8, 20), (1, 1, 192), (2, 24, 20)]
     assert [tensor.rank for tensor in tensors] == [2, 0, 2]
     assert "24 × 20 as 3 of 8 × 20" in str(Compressor(config, shapes).report())
-    with pytest.raises(ValueError, match=r"matrices must return .* 480 elements, .* for 'qkv'; got \(3, 7, 20\)"):
-        Compressor(PowerSGDConfig(matrices=lambda *_: (3, 7, 20)), {"qkv": (24, 20)}).report()
+    for view in ((3, 7, 20), (3.0, 8, 20), (True, 24, 20), (24, 20), "qkv", ()):
+        wrong = PowerSGDConfig(matrices=lambda *_, view=view: view)
+        with pytest.raises(ValueError, match=r"matrices must return .* 480 elements, .* for 'qkv'; got ") as raised:
+            Compressor(wrong, {"qkv": (24, 20)}).report()
+        assert str(raised.value).endswith(repr(view))
     with pytest.raises(TypeError, match="matrices must be a function"):
         PowerSGDConfig(matrices=3)  # type: ignore[arg-type]

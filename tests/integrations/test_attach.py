@@ -52,6 +52,15 @@ def wrong_use(worker: int, _world_size: int) -> None:
     # Before it says that compression is on.
     with mock.patch("powersgd_triton.ops.backends.why_not_triton", return_value="no GPU"):
         assert "backend 'triton' cannot be used: no GPU" in complaint(attach, model, backend="triton")
+
+    def fails_alone(_name: str, _shape: tuple[int, ...]) -> None:
+        if worker == 1:
+            raise KeyError("qkv")
+
+    said = complaint(attach, DistributedDataParallel(nn.Linear(40, 40)), rank=2, matrices=fails_alone)
+    assert said.startswith("KeyError" if worker == 1 else "DisagreementError: attach failed on worker 1: KeyError"), (
+        said
+    )
     state = attach(model, rank=2)
     # A copy has no hook.
     assert attach(copy.deepcopy(model), rank=2) is not state

@@ -19,6 +19,7 @@ from tests.support.distributed import folder
 from tests.support.mixture import EXPERTS, Mixture, backward, gradients, mesh_of, sharded
 from tests.support.properties import LIMIT
 from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
+from tests.support.small import complaint
 
 STEPS = 3
 RANK_1 = PowerSGDConfig(rank=1, min_compression_rate=1)
@@ -112,6 +113,12 @@ def elsewhere(worker: int, _world_size: int) -> None:
         with folder(worker) as path:
             state.save(path)
             again, resumed = attached(layout, RANK_1)
+            # What one part refuses, no other loads.
+            saved = state.state_dict()
+            del saved["error"]["head.weight" if state.left_out else "blocks.1.experts.down"]
+            assert "has no error of" in complaint(resumed.load_state_dict, saved)
+            assert resumed.iteration == 0
+            assert "'nothing' is not a trainable parameter" in complaint(resumed.renamed, {"head.weight": "nothing"})
             resumed.load(path)
             for other in others:
                 loaded = attached(other, RANK_1)[1]

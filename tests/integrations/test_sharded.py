@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
@@ -84,8 +85,11 @@ def unequal_replicas(worker: int, world_size: int) -> None:
     """Replicas are made equal at the start, stay so, have errors of their shards, and are noticed if they differ."""
     mesh = hybrid_mesh(2, 2)
     group = mesh["replicate"].get_group()
-    module, state = hybrid(Net(seed=dist.get_rank(group)), mesh, RANK_2)
+    net = Net(seed=dist.get_rank(group))
+    net.register_buffer("tokens_seen", torch.zeros(2), persistent=False)
+    module, state = hybrid(net, mesh, RANK_2)
     train(module, worker)
+    module.tokens_seen += worker
     state.check_replicas()
     rows = [(-(-p.shape[0] // 2), *p.shape[1:]) for p in module.parameters()]
     assert state.error_numel() == sum(torch.Size(shape).numel() for shape in rows if compressed_rank(shape, RANK_2)) > 0
@@ -143,26 +147,32 @@ def mesh_dims(worker: int, world_size: int) -> None:
     """All parameters and inputs are DTensors on the whole mesh, of which FSDP gets the names of its dimensions."""
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         return
-    mesh = hybrid_mesh(2, 2)
-    dims = torch.distributed.fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
-    runs: list[Tensor] = []
-    for config in (None, FULL_RANK):
-        torch.manual_seed(0)
-        module: Any = distribute_module(nn.Sequential(nn.Linear(40, 81), nn.Tanh(), nn.Linear(81, 40)), mesh)
-        for child in (module[0], module):
-            fully_shard(child, mesh=mesh, dp_mesh_dims=dims)
-        state: Any = None if config is None else apply_powersgd(module, config)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        for step in range(3):
-            inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + worker))
-            inputs = DTensor.from_local(inputs, mesh, [Shard(0), Shard(0)])
-            optimizer.zero_grad()
-            (module(inputs) - inputs).square().mean().backward()
-            optimizer.step()
-        runs.append(torch.cat([whole(parameter).flatten() for parameter in module.parameters()]))
-    assert relative(runs[1], runs[0]) <= 1e-6
-    assert state.iteration == 3
-    assert state.compression_stats()[2] > 0
+    dims_of = torch.distributed.fsdp.DataParallelMeshDims
+    for sizes, dims in (
+        ((2, 2, 1), dims_of(shard="shard", replicate="replicate")),
+        ((2, 1, 2), dims_of(shard=("shard", "sequence"), replicate="replicate")),
+        ((1, 2, 2), dims_of(shard=("shard", "sequence"))),
+    ):
+        mesh = DeviceMesh("cpu", torch.arange(4).view(sizes), mesh_dim_names=("replicate", "shard", "sequence"))
+        runs: list[Tensor] = []
+        for config in (None, FULL_RANK):
+            torch.manual_seed(0)
+            module: Any = distribute_module(nn.Sequential(nn.Linear(40, 81), nn.Tanh(), nn.Linear(81, 40)), mesh)
+            for child in (module[0], module):
+                fully_shard(child, mesh=mesh, dp_mesh_dims=dims)
+            state: Any = None if config is None else apply_powersgd(module, config)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            for step in range(3):
+                inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + worker))
+                inputs = DTensor.from_local(inputs, mesh, [Shard(0)] * 3)
+                optimizer.zero_grad()
+                (module(inputs) - inputs).square().mean().backward()
+                optimizer.step()
+            runs.append(torch.cat([whole(parameter).flatten() for parameter in module.parameters()]))
+        assert relative(runs[1], runs[0]) <= 1e-6, sizes
+        assert state.iteration == 3
+        assert state.compression_stats()[2] > 0
+        state.load_state_dict(state.state_dict())
 
 
 def others_average(output: Tensor) -> None:
