@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
+from powersgd_triton.layout.matrices import Size
 from powersgd_triton.ops.gradients import real_shape
 
 FOREIGN = (
@@ -132,6 +133,24 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
     keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
     matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in shards[index].items()}
     return matrices, plans[index], dict(squares), dict(vectors)
+
+
+def fitting(saved: Mapping[str, Tensor], size: Size, error: Tensor | None) -> dict[str, Tensor]:
+    """Return the parts of a tensor of this size: the saved bases that fit, a random right one if not, and its error."""
+    n, m, rank, count = size
+    parts: dict[str, Tensor] = {}
+    if rank:
+        # A basis has other rows if tensor parallelism split the columns into another number of parts.
+        lengths = {"left_basis": count * n, "basis": count * m}
+        parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
+        if "basis" not in parts:
+            # Equal on all workers. The matrix was not compressed, or not so.
+            generator = torch.Generator().manual_seed(0)
+            parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0].repeat(count, 1)
+    if error is not None and (rank or error.any()):
+        # The rows of a shard are padded.
+        parts["error"] = torch.nn.functional.pad(error, (0, size.rows * m - len(error))).view(size.rows, m)
+    return parts
 
 
 def _values(mappings: list[Any]) -> list[Any]:

@@ -28,7 +28,15 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing, plain, renamed
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, remove, weighted_squares
+from powersgd_triton.integrations.saved_shards import (
+    FOREIGN,
+    fitting,
+    own_part,
+    placed,
+    read_factors,
+    remove,
+    weighted_squares,
+)
 from powersgd_triton.layout.matrices import Size, sizes
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ranks.report import RankReport
@@ -134,25 +142,9 @@ class ShardedHandle(Handle):
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
             known = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
             tensors = sizes(known | self._matrices(), self._engine.given)
-            matrices: dict[str, dict[str, Tensor]] = {}
-            for name, size in tensors.items():
-                (n, m, rank, count), rows = size, size.rows
-                parts: dict[str, Tensor] = {}
-                if rank:
-                    # A basis has other rows if tensor parallelism split the columns into another number of parts.
-                    lengths = {"left_basis": count * n, "basis": count * m}
-                    saved = nearest["matrices"].get(name, {})
-                    parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
-                    if "basis" not in parts:
-                        # Equal on all workers. The matrix was not compressed, or not so.
-                        generator = torch.Generator().manual_seed(0)
-                        parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0].repeat(count, 1)
-                if name in fetched and (rank or fetched[name].any()):
-                    # The rows of a shard are padded.
-                    error = fetched[name]
-                    parts["error"] = torch.nn.functional.pad(error, (0, rows * m - len(error))).view(rows, m)
-                if parts:
-                    matrices[name] = parts
+            saved = nearest["matrices"]
+            fitted = {name: fitting(saved.get(name, {}), size, fetched.get(name)) for name, size in tensors.items()}
+            matrices = {name: parts for name, parts in fitted.items() if parts}
             plain_sizes = {name: plain(size) for name, size in tensors.items()}
             return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
 

@@ -140,7 +140,8 @@ class MixtureState(Several):
         """See ``DeepSpeedState.load``."""
         go_on = self.read(lambda: self._dense.saved_in(folder))
         if go_on is None:
-            self._dense.begin_without(folder, missing_ok)
+            for state in self._parts:
+                state.begin_without(folder, missing_ok)
             return None
         return go_on()
 

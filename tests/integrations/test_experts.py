@@ -89,6 +89,7 @@ def averages(worker: int, _world_size: int) -> None:
         errors = {name: error.to_local() for name, error in state.state_dict()["error"].items()}
         for name, gradient in total.items():
             wrong += [(layout, name)] * far(sent[name] + errors.get(name, 0), gradient, gradient)
+        getattr(state, "check_replicas", list)()
         report = state.report()
         kept, experts = {name for name, error in errors.items() if error.any()}, {n for n in total if "experts" in n}
         assert kept == {tensor.name for tensor in report.tensors if tensor.rank}, layout

@@ -120,6 +120,21 @@ def continues(stage: int) -> None:
             assert losses(engine, range(3, 6)) == pytest.approx(expected[0], rel=0, abs=1e-6)
             found = weights(engine)
             assert all(torch.allclose(found[name], old, rtol=0, atol=1e-5) for name, old in expected[1].items())
+            state, saved = engine.powersgd, engine.powersgd.state_dict()
+            kept = {name for name, error in state.error().items() if error.any()}
+            assert {*state.load_state_dict(saved).loaded} == kept
+            del saved["ep_size_2"]["matrices"]
+            assert state.load(path).loaded
+            assert state.iteration == 3
+            # What one part refuses, no other loads.
+            saved["dense"]["iteration"] = 9
+            said = complaint(state.load_state_dict, saved)
+            assert said.startswith("ValueError"), said
+            assert "the parts 'dense', 'ep_size_2'; got 'dense'" in complaint(state.load_state_dict, {"dense": {}})
+            assert state.iteration == 3
+            assert "no saved PowerSGD state" in complaint(state.load, f"{path}/none")
+            assert state.load(f"{path}/none", missing_ok=True) is None
+            assert not any(error.any() for error in state.error().values())
         with engine_for(case, section, Mixtures((1,))) as engine:
             assert "compresses those of ep_size_1. Continue" in complaint(engine.load_checkpoint, path)
 
