@@ -92,30 +92,42 @@ static inline int32_t fp8_code(float q, const uint16_t *noise, int i) {
     return (int32_t)((bits >> 20 & 0x7F) | (bits >> 24 & 0x80));
 }
 
-// Write the scale and the codes of a block in 8 or 4 bits.
-static inline void encode_scaled(const float *x, const uint16_t *noise, int format, uint16_t *scale, uint8_t *codes) {
+// Write the codes of a block in 8 or 4 bits. Quotients are within the levels if the scale is ordinary.
+static inline void write_codes(const float *x, const uint16_t *noise, int format, float divisor, int ordinary, int32_t kept,
+                               uint8_t *codes) {
     const float levels = LEVELS[format];
     const int32_t half = 1 << (BITS[format] - 1);
-    // The largest scale whose product with the levels is finite.
-    const uint32_t limit = word(number(0x7F7FFFFF) / levels) >> 16, chosen = scale_of(x, levels, limit, noise != NULL);
-    const float divisor = chosen ? number(chosen << 16) : INFINITY;
-    const int32_t finite = chosen == BF16_NAN ? 0 : -1;
     int32_t code[BLOCK];
-    *scale = (uint16_t)chosen;
     for (int i = 0; i < BLOCK; i++) {
-        // Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
         float q = x[i] / divisor;
-        q = q < levels ? q : levels;
-        q = q > -levels ? q : -levels;
+        if (!ordinary) {
+            q = q < levels ? q : levels;
+            q = q > -levels ? q : -levels;
+        }
         // Random numbers are added with 16 bits behind the point. Without, 1.5 * 2^23 rounds the sum to nearest.
         const int32_t rounded = noise ? (int32_t)(q + number(noise[i] | 0x43000000)) - 128
                                       : (int32_t)(word(q + 12582912.0f) - word(12582912.0f));
-        code[i] = (format == FP8 ? fp8_code(q, noise, i) : rounded + half) & finite;
+        code[i] = format == FP8 ? fp8_code(q, noise, i) : rounded + half;
+        if (!ordinary) code[i] &= kept;
     }
     if (format != INT4)
         for (int i = 0; i < BLOCK; i++) codes[i] = (uint8_t)code[i];
     else
         for (int i = 0; i < BLOCK / 2; i++) codes[i] = (uint8_t)(code[i] | code[i + BLOCK / 2] << 4);
+}
+
+// Write the scale and the codes of a block in 8 or 4 bits.
+static inline void encode_scaled(const float *x, const uint16_t *noise, int format, uint16_t *scale, uint8_t *codes) {
+    const float levels = LEVELS[format];
+    // The largest scale whose product with the levels is finite.
+    const uint32_t limit = word(number(0x7F7FFFFF) / levels) >> 16, chosen = scale_of(x, levels, limit, noise != NULL);
+    *scale = (uint16_t)chosen;
+    // Scales that are not normal numbers are rounded coarsely, and the largest one down: a quotient may exceed the
+    // levels. Looking at all quotients takes longer than all else.
+    if (chosen >= 0x0080 && chosen < limit)
+        write_codes(x, noise, format, number(chosen << 16), 1, -1, codes);
+    else
+        write_codes(x, noise, format, chosen ? number(chosen << 16) : INFINITY, 0, chosen == BF16_NAN ? 0 : -1, codes);
 }
 
 // Write what the codes of a block stand for, times a weight.
