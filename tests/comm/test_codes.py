@@ -192,3 +192,18 @@ def test_who_needs_what_is_asked_once():
             if void:
                 engine.void()
     assert asked.call_count == 1
+
+
+def test_messages_of_an_abandoned_step_are_not_written_again():
+    """Its collectives may still be under way. Those of other steps are."""
+    shapes, silent = {"a": (40, 10)}, StandIn()
+    engine = new_engine(PowerSGDConfig(quantize="int4"), silent, lambda: shapes, torch.device("cpu"))
+    with mock.patch.object(silent, "all_gather", return_value=None) as gathers:
+        for void in (True, False, False):
+            bucket = engine.begin(0, functools.partial(dict, shapes), torch.device("cpu"), last=not void)
+            engine.average(bucket, {"a": torch.randn(40, 10)})
+            if void:
+                engine.void()
+    first, second, third = (call.args[1] for call in gathers.call_args_list)
+    assert first is not second
+    assert second is third

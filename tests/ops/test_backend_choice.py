@@ -62,6 +62,8 @@ def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
         assert why_not_triton(cuda) == expected
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert why_not_triton(cuda) == "triton is not installed"
+    # Nobody looks for it on the CPU, where each step asks.
+    assert why_not_triton(torch.device("cpu")) == f"{run_on} the CPU"
 
 
 def test_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch):

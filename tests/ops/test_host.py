@@ -46,10 +46,10 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
         for encode, apply in BOTH:
             left, base = target.clone(), target.flip(0) * 0.7
             contents = torch.zeros(
-                2, -(-numel // (each or numel)), width.difference_bytes(each or numel)[1], dtype=torch.uint8
+                3, -(-numel // (each or numel)), width.difference_bytes(each or numel)[1], dtype=torch.uint8
             )
-            for content, copy, subtract in zip(contents, (base, None), (False, True), strict=True):
-                terms = (base, target) if subtract else None
+            ways = ((base, False, None), (None, True, None), (None, True, (base, target)))
+            for content, (copy, subtract, terms) in zip(contents, ways, strict=True):
                 encode(left, copy, width, content if each else content[0], subtract, each, seed, terms)
             parts = [left, contents]
             for weight, fresh, shared in ((0.5, True, True), (1 / 3, False, True), (-1.0, False, False)):
@@ -58,7 +58,7 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
                 if shared:
                     out = out[0].expand(2, -1)
                 if not each:
-                    apply(contents[:, 0], width, out, weight, fresh=fresh)
+                    apply(contents[1:, 0], width, out, weight, fresh=fresh)
                 parts.append(out.clone())
             results.append(parts)
         for one, other in zip(*results, strict=True):
