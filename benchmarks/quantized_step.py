@@ -2,7 +2,8 @@
 
     python benchmarks/quantized_step.py [--record]
 
-One process stands for one of two workers: collectives copy its own message, so the links cost nothing.
+One process stands for one of two workers: collectives copy its own message, so the links cost nothing. "message" is
+the time of such copies in int8.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.providers import STEP_PROVIDERS, Step, ours
 from benchmarks.results_file import RESULTS, Row, record
 from benchmarks.shapes import CPU_GRADIENT_SETS, GRADIENT_SETS
 from powersgd_triton.integrations import ddp
+from powersgd_triton.layout.wire_format import QUANTIZED
 
 FORMATS = ("bf16", "int8", "int4", "fp8")
 ROUNDS = 9
@@ -36,12 +38,19 @@ def quantized(name: str, error_feedback: bool | None = None) -> Step:
     return lambda bucket: ddp.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
 
 
+def message(numel: int) -> Step:
+    sent = torch.zeros(QUANTIZED["int8"].difference_bytes(numel)[1], dtype=torch.uint8)
+    gathered = torch.zeros(2, len(sent), dtype=torch.uint8)
+    return lambda _: gathered.copy_(sent)
+
+
 def rows_of(gradients: str, threads: int) -> list[Row]:
     """Time all providers by turns, so that what else runs on the machine slows all of them down."""
     torch.set_num_threads(threads)
     bucket = FilledBucket(GRADIENT_SETS[gradients])
     steps = {"copy": STEP_PROVIDERS["copy"](0), "rank 4": ours(4)}
     steps |= {name: quantized(name) for name in FORMATS} | {"int8, errors": quantized("int8", True)}
+    steps["message"] = message(bucket.buffer().numel())
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(2 + ROUNDS):
         for name, step in steps.items():
@@ -64,7 +73,7 @@ def main() -> None:
     for threads in sorted({1, os.cpu_count() or 1}):
         for gradients in CPU_GRADIENT_SETS:
             rows += rows_of(gradients, threads)
-            for row in rows[-len(FORMATS) - 3 :]:
+            for row in rows[-len(FORMATS) - 4 :]:
                 print(
                     "{gradients:>14}  {threads} threads  {provider:>12}  {ms:7.1f} ms  {copies:5.1f} copies".format(
                         **row
