@@ -93,11 +93,11 @@ def _as_stored(x, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _encode_difference_kernel(
-    target, base, scales, codes, numel, each, distance, seed, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
+    target, base, term, other, scales, codes, numel, each, distance, seed, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
     LARGEST_SCALE: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and codes of target − base; target −= what they stand for, if SUBTRACT.
+    """Scales and codes of target − base; target −= what they stand for, if SUBTRACT. It is term + other, if given.
 
     Grid: sets of GROUPS groups × parts of ``each`` elements, of which the last may have fewer.
     """
@@ -105,6 +105,9 @@ def _encode_difference_kernel(
     target += part * each
     if base is not None:
         base += part * each
+    if term is not None:
+        term += part * each
+        other += part * each
     scales += part * (distance // 2)
     codes += part * (distance // (2 if MANTISSA == 7 else 1))
     numel = tl.minimum(numel - part * each, each)
@@ -116,7 +119,9 @@ def _encode_difference_kernel(
     for k in range(BLOCKS):
         block = group * BLOCKS + k
         place, ok, counts = _places(block, numel, PARTS)
-        own = tl.load(target + place, ok, 0.0).to(tl.float32)
+        own = tl.load((target if term is None else term) + place, ok, 0.0).to(tl.float32)
+        if term is not None:
+            own = _as_stored(own + tl.load(other + place, ok, 0.0).to(tl.float32), target.dtype.element_ty)
         x = own
         if base is not None:
             x -= _finite(tl.load(base + place, ok, 0.0))
@@ -251,13 +256,14 @@ def encode_triton(
     numel = target.numel()
     each = each or numel
     codes, size = width.difference_bytes(each)
-    if terms is not None:
+    if terms is not None and not subtract:
         torch.add(*terms, out=target)
+        terms = None
     if numel:
         if seed is not None:
             # As an int32, which has the same bits.
             seed = (seed ^ 1 << 31) - (1 << 31) if width.stochastic else None
-        arguments = target, base, *_views(out, width, codes), numel, each, size, seed
+        arguments = target, base, *(terms or (None, None)), *_views(out, width, codes), numel, each, size, seed
         largest = int(torch.tensor(width.largest_scale, dtype=torch.bfloat16).view(torch.int16))
         constants = {"SUBTRACT": subtract, "LEVELS": width.levels, "LARGEST_SCALE": largest}
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)

@@ -86,7 +86,7 @@ def test_errors_stay_if_an_average_does_not_fit(worker: int, world_size: int, on
 def test_errors_take_turns_in_two_memories() -> None:
     """On the CPU, where new memory takes longer than a step."""
     engine = new_engine(INT4, Communicator(), lambda: SHAPES)
-    errors = list[torch.Tensor]()
+    errors: list[torch.Tensor] = []
     for _ in range(5):
         bucket = engine.begin(0, lambda: SHAPES, CPU, last=True)
         engine.average(bucket, gradients(0, SHAPES))

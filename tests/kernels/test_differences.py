@@ -84,13 +84,17 @@ def test_same_bits_as_the_reference(
 
 @thinned("width, seed", list(QUANTIZED), SEEDS, together=1)
 def test_same_bits_in_parts_of_several_spans(width: str, seed: int | None, device: torch.device):
-    """Random numbers depend on an element's part and on its span of 2¹⁶ elements; the last part is short."""
+    """Random numbers depend on an element's part and on its span of 2¹⁶ elements; the last part is short.
+
+    What is encoded is a sum.
+    """
     form, each, target = QUANTIZED[width], PERIOD + 3000, random(PERIOD + 9000)[0]
     results = []
     for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
         content = Bytes((2, form.difference_bytes(each)[1]), where)
-        left, total = target.clone().to(where), torch.zeros(1, each, device=where)
-        encode(left, None, form, content.view, True, each, seed)
+        left, total = torch.full_like(target, NAN, device=where), torch.zeros(1, each, device=where)
+        terms = target.bfloat16().to(where), (target * 1e-4).to(where)
+        encode(left, None, form, content.view, True, each, seed, terms)
         # Both messages are added to the same tensor, to what it contains and not.
         apply(content.view, form, total[:, :2500].expand(2, -1), 0.3, each)
         fresh = torch.full((1, 2500), NAN, dtype=torch.bfloat16, device=where)
