@@ -47,6 +47,8 @@ class Residuals:
 
     Attributes:
         streams: Streams on which all of this memory is allocated and used.
+        decide: Called before errors are read: it may ``settle``, if that is done late.
+        noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: size} of all tensors that have been in a bucket.
@@ -59,6 +61,8 @@ class Residuals:
         self.plan = plan
         self.streams = Streams()
         self.late = False
+        self.noted: dict[Layout, Tensor] | None = None
+        self.decide: Callable[[], None] = lambda: None
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
@@ -114,7 +118,10 @@ class Residuals:
         if not self.plan.config.error_feedback:
             return G.to(torch.float32, copy=True)
         E, scale = self._flat(layout, G.device), step.scale(G.device)
-        return torch.add(E if scale is None else E * scale, G).float()
+        M = torch.add(E if scale is None else E * scale, G).float()
+        if self.noted is not None:
+            self.noted[layout] = M
+        return M
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
@@ -186,6 +193,19 @@ class Residuals:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
             self._told = HostCopy(verdict.clone())
 
+    @property
+    def undecided(self) -> tuple[dict[Layout, Tensor], Tensor | None]:
+        """What ``settle`` decides about, and its verdict: for who must hold it back until later."""
+        return self._left, self._verdict
+
+    @undecided.setter
+    def undecided(self, held: tuple[dict[Layout, Tensor], Tensor | None]) -> None:
+        self._left, self._verdict = held
+
+    def wait(self, errors: Parts) -> None:
+        """Add {name: E} of tensors without a matrix to their next gradients."""
+        self._remaining |= errors
+
     def is_unsettled(self, step: Step) -> bool:
         """Return whether a step has ended that ``settle`` would decide about."""
         return self._verdict is not None and not step.decides(self._verdict)
@@ -219,6 +239,7 @@ class Residuals:
 
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
+        self.decide()
         with self.streams.everywhere():
             if not self.plan.config.error_feedback:
                 return {}
@@ -257,6 +278,7 @@ class Residuals:
 
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
+        self.decide()
         with self.streams.everywhere():
             if not step.captured:
                 # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.

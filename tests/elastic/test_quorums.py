@@ -1,0 +1,48 @@
+"""Workers under torchft's Manager that are killed or do not hear of a step's end. ``make faults`` does more of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic import table
+from tests.support.elastic.run import Outcome, run
+from tests.support.elastic.worker import Fault, Scenario
+from tests.support.pages import DOCS, snippets
+from tests.support.programs import output_of
+
+pytest.importorskip("torchft")
+
+
+def check(outcome: Outcome, *, kills: int, split: int) -> None:
+    assert not outcome.failed, outcome.failed[0]
+    assert not outcome.hung
+    assert outcome.unequal == 0
+    assert outcome.lost <= table.LOST
+    assert outcome.split >= split
+    # The survivors hear of a kill long before the group's timeout. A machine may be busy with other work.
+    assert len(outcome.delays) == kills
+    assert max(outcome.delays) < 30
+
+
+@pytest.mark.parametrize("name", ["`Compressor`, fp32", '`Compressor`, `quantize="ternary"`', "DDP, fp32"])
+def test_one_worker_does_not_hear_of_a_step_and_another_one_is_killed(name: str):
+    door, config, collectives = table.CONFIGS[name]
+    faults = Fault(2, 2, collectives, "deaf"), Fault(0, 4, collectives, "inside")
+    check(run(Scenario(config, door, faults, steps=6, heartbeat=0.5, timeout=60)), kills=1, split=1)
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_the_guide_says(tmp_path: Path):
+    printed = output_of(DOCS / "examples" / "train_torchft.py", cwd=tmp_path).splitlines()
+    expected = snippets(DOCS / "guides" / "torchft.md", "text")[0].splitlines()
+    assert sorted(line for line in printed if line.startswith("worker ")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", table.ROWS)
+def test_faults(title: str):
+    for scenario in table.ROWS[title]():
+        outcome = run(scenario)
+        assert not table.bad(outcome), outcome
