@@ -47,7 +47,7 @@ class Residuals:
 
     Attributes:
         streams: Streams on which all of this memory is allocated and used.
-        decide: Called before errors are read: it may ``settle``, if that is done late.
+        decide: Called before errors are read or replaced: it may ``settle``, if that is done late.
         noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
@@ -204,7 +204,7 @@ class Residuals:
 
     def wait(self, errors: Parts) -> None:
         """Add {name: E} of tensors without a matrix to their next gradients."""
-        self._remaining |= errors
+        self._remaining = self._unsent() | errors
 
     def is_unsettled(self, step: Step) -> bool:
         """Return whether a step has ended that ``settle`` would decide about."""
@@ -261,6 +261,7 @@ class Residuals:
 
     def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
+        self.decide()
         with self.streams.everywhere():
             for matrix in self.matrices.values():
                 if matrix.error is not None:
@@ -304,6 +305,7 @@ class Residuals:
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
+        self.decide()
         self.matrices, self.sizes, self.moving = {}, {}, {}
         self._forget_remaining()
         self.loaded = saved

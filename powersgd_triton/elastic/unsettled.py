@@ -26,6 +26,8 @@ class Unsettled(Listener):
         self.products: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         # M of whole tensors, of which a step leaves what it does not send.
         self.left = engine.residuals.noted = {}
+        # What was sent of other tensors, if the adapter sends it again.
+        self.exact: dict[str, Tensor] = {}
         self._verdict: Tensor | None = None
         self._void = False
         engine.residuals.late = True
@@ -88,6 +90,9 @@ class Unsettled(Listener):
                     verdict = torch.full((), int(applied), device=device)
                 residuals.undecided = dict(self.left), verdict
                 residuals.settle(self._engine.step)
+            if applied:
+                residuals.wait({name: -sent for name, sent in self.exact.items()})
+        self.exact = {}
         self.products.clear()
         self.left.clear()
         self._verdict, self._void = None, False

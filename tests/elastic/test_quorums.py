@@ -14,23 +14,26 @@ from tests.support.programs import output_of
 
 pytest.importorskip("torchft")
 
+TIMEOUT = 40
 
-def check(outcome: Outcome, *, kills: int, split: int) -> None:
+
+def check(outcome: Outcome, *, faults: int, split: int) -> None:
     assert not outcome.failed, outcome.failed[0]
     assert not outcome.hung
     assert outcome.unequal == 0
     assert outcome.lost <= table.LOST
     assert outcome.split >= split
-    # The survivors hear of a kill long before the group's timeout. A machine may be busy with other work.
-    assert len(outcome.delays) == kills
-    assert max(outcome.delays) < 30
+    # The others hear of a fault long before the group's timeout. A machine may be busy with other work.
+    assert len(outcome.delays) == faults
+    assert max(outcome.delays) < 0.7 * TIMEOUT
 
 
-@pytest.mark.parametrize("name", ["`Compressor`, fp32", '`Compressor`, `quantize="ternary"`', "DDP, fp32"])
-def test_one_worker_does_not_hear_of_a_step_and_another_one_is_killed(name: str):
+@pytest.mark.parametrize("name", ["`Compressor`, fp32", "DDP, fp32", '`LocalSteps`, `quantize="ternary"`'])
+def test_two_workers_do_not_hear_of_a_step_and_another_one_is_killed(name: str):
     door, config, collectives = table.CONFIGS[name]
-    faults = Fault(2, 2, collectives, "deaf"), Fault(0, 4, collectives, "inside")
-    check(run(Scenario(config, door, faults, steps=6, heartbeat=0.5, timeout=60)), kills=1, split=1)
+    # The others wait for the second one in the next collective.
+    faults = Fault(2, 2, collectives, "deaf"), Fault(1, 4, 1, "deaf"), Fault(0, 6, collectives, "inside")
+    check(run(Scenario(config, door, faults, steps=8, heartbeat=0.5, timeout=TIMEOUT)), faults=3, split=1)
 
 
 @pytest.mark.slow

@@ -54,6 +54,14 @@ def test_nodes_are_refused():
         Compressor(CONFIG, SHAPES, node_group="auto", manager=Manager())
 
 
+def test_a_group_beside_a_manager_is_refused():
+    group: Any = object()
+    with pytest.raises(ValueError, match="group="):
+        Compressor(CONFIG, SHAPES, group, manager=Manager())
+    with pytest.raises(ValueError, match="node_group="):
+        attach(nn.Linear(4, 4), rank=2, node_group="auto", manager=Manager())
+
+
 def test_measured_choices_are_refused():
     with pytest.raises(ValueError, match="auto"):
         Compressor(PowerSGDConfig(compression="auto"), SHAPES, manager=Manager())

@@ -26,7 +26,7 @@ class Outcome:
     """What has come of a scenario.
 
     Attributes:
-        delays: Seconds from each kill to the next step that was applied.
+        delays: Seconds from each fault to the next step that was applied.
         voids: Attempts of the survivors that were not applied, at most of any one worker.
         lost: Largest error of conservation, relative to what was sent.
         unequal: Steps whose averages or parameters differ between workers.
@@ -99,7 +99,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def checked(folder: Path, hung: bool, failed: list[str]) -> Outcome:
     logs = {path.stem: records(path) for path in sorted(folder.glob("attempts-*.pkl"))}
-    kills = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("killed-*"))]
+    kills = [pickle.loads(path.read_bytes()) for name in ("killed", "deaf") for path in folder.glob(f"{name}-*")]
     sent = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("sent-*"))]
     whole = [log for log in logs.values() if log and log[-1]["last"]]
     applied: dict[int, list[dict[str, Any]]] = {}
@@ -163,5 +163,6 @@ def _gap(name: str, parts: list[dict[str, Any]], record: dict[str, Any]) -> floa
 def _kept(name: str, record: dict[str, Any], after: dict[str, Any]) -> float:
     left = _left(record, after)[name]
     gradient = record["gradients"][name].double()
-    scale = gradient.norm() + _error(record, name).norm()
-    return float(min(left.norm(), (left - gradient).norm()) / scale)
+    scale = gradient.norm() + _error(record, name).norm() + 1e-30
+    nothing = left.norm() if record.get("strict") else min(left.norm(), (left - gradient).norm())
+    return float(nothing / scale)

@@ -34,6 +34,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
     "DDP, fp32, alternating": ("ddp", {"rank": 8, "algorithm": "alternating"}, 2),
     "DDP, int8": ("ddp", {"rank": 24, "wire_dtype": "int8"}, 6),
     'DDP, `quantize="ternary"`': ("ddp", {"quantize": "ternary"}, 2),
+    # The first collective compares the workers.
+    "`LocalSteps`, fp32": ("local", {"rank": 4}, 3),
+    "`LocalSteps`, int8, alternating": ("local", {"rank": 4, "wire_dtype": "int8", "algorithm": "alternating"}, 3),
+    '`LocalSteps`, `quantize="ternary"`': ("local", {"quantize": "ternary"}, 3),
 }
 
 
@@ -42,12 +46,15 @@ def killed(name: str) -> Iterator[Scenario]:
     door, config, collectives = CONFIGS[name]
     places = [(number, place) for number in range(1, collectives + 1) for place in ("before", "inside", "after")]
     for turn, (number, place) in enumerate(places):
-        yield Scenario(config, door, (Fault(turn % WORKERS, 4 + turn % 2, number, place),), error=bool(turn % 2))
+        for rounds in [(1, 0), (4, 2)] if door == "local" else [(1, 0)]:
+            fault = Fault(turn % WORKERS, 4 + turn % 2, number, place)
+            yield Scenario(config, door, (fault,), rounds=rounds, error=bool(turn % 2))
 
 
 def deaf() -> Iterator[Scenario]:
     for turn, (door, config, collectives) in enumerate(CONFIGS.values()):
         yield Scenario(config, door, (Fault(turn % WORKERS, 4, collectives, "deaf"),))
+    yield Scenario({"rank": 4}, "local", (Fault(1, 4, 3, "deaf"),), rounds=(4, 2))
 
 
 def forming() -> Iterator[Scenario]:
@@ -65,6 +72,8 @@ def returning() -> Iterator[Scenario]:
     for config in ({"rank": 4}, {"quantize": "int4"}, planned, several):
         yield Scenario(config, "compressor", kill, steps=40, pause=0.05, returns=0.5)
     yield Scenario({"rank": 8}, "ddp", kill, steps=40, pause=0.05, returns=0.5)
+    yield Scenario({"rank": 4}, "local", kill, steps=40, pause=0.05, returns=0.5)
+    yield Scenario({"quantize": "int4"}, "local", kill, steps=20, pause=0.05, returns=0.5, rounds=(4, 2))
 
 
 def stopped() -> Iterator[Scenario]:
@@ -75,7 +84,7 @@ def stopped() -> Iterator[Scenario]:
 
 def storm() -> Iterator[Scenario]:
     kills = [(0, 5, 0), (1, 15, 0), (2, 25, 0), (0, 40, 1), (1, 55, 1), (2, 70, 1)]
-    for door, rank in (("compressor", 4), ("ddp", 8)):
+    for door, rank in (("compressor", 4), ("ddp", 8), ("local", 4)):
         faults = tuple(Fault(victim, step, 2, "inside", life=life) for victim, step, life in kills)
         yield Scenario({"rank": rank}, door, faults, steps=90, pause=0.1, returns=0.2)
 

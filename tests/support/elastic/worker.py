@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.elastic import group
+from powersgd_triton.integrations.local_steps import LocalSteps
 
 SHAPES = {"bias": (16,), "small": (24, 16), "matrix": (640, 600)}
 WORKERS = 3
@@ -55,6 +56,8 @@ class Scenario:
     heartbeat: float = 1.0
     timeout: float = 8.0
     pause: float = 0.0
+    rounds: tuple[int, int] = (1, 0)
+    """Local steps from one exchange to the next, and their delay."""
     error: bool = False
     """Whether errors are read after each vote, which must not change anything."""
 
@@ -122,11 +125,18 @@ class Trainer:
         self.folder, self.file = Path(folder), Path(folder, f"attempts-{index}-{life}.pkl")
         self.parameters = {name: torch.full(shape, float(life), dtype=torch.float64) for name, shape in SHAPES.items()}
         self.manager = new_manager(index, lighthouse, scenario.timeout, self.load, lambda: self.parameters)
+        if life == 0:
+            # From now on each sends heartbeats, so that the first quorum is one of all.
+            self.note("ready", True)
+            while not all((self.folder / f"ready-{other}-0").exists() for other in range(WORKERS)):
+                time.sleep(0.01)
         self.handle: Any = self.compress({"min_compression_rate": 1, "seed": 3, **scenario.config})
         self.managed = self.handle._managed
         self.attempts = self.count = 0
         self.gradients: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
+        # What local steps owe before the changes of a round.
+        self.owed: dict[str, Tensor] = {}
         self.inject(index, life)
 
     def compress(self, config: dict[str, Any]) -> Any:
@@ -218,6 +228,7 @@ class Trainer:
                 self.die()
             if fault := here("deaf", number):
                 mine.remove(fault)
+                self.note("deaf", time.time())
                 work.communicator.lost = True
                 raise RuntimeError("this worker does not hear of the end")
 
@@ -227,7 +238,7 @@ class Trainer:
     def die(self) -> None:
         """Write what this worker has sent, and end as if its power had failed."""
         self.note("sent", self.sent())
-        self.write(step=self.manager.current_step(), quorum=-1, before=self.before, last=False)
+        self.write(step=self.manager.current_step(), quorum=-1, before=self.owed or self.before, last=False)
         self.note("killed", time.time())
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -289,4 +300,62 @@ class DDPTrainer(Trainer):
         return {name: p.grad.clone() for name, p in self.model.module.named_parameters() if p.grad is not None}
 
 
-TRAINERS = {"compressor": Trainer, "ddp": DDPTrainer}
+class LocalTrainer(Trainer):
+    """Local steps. A worker owes E + θ − its parameters."""
+
+    def compress(self, config: dict[str, Any]) -> Any:
+        self.model = Model()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(self.life)
+        self.changes = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.exchange: dict[str, Any] = {}
+        every, delay = self.scenario.rounds
+        # The first exchange comes at once, before a fault can be injected.
+        return LocalSteps(
+            self.model, PowerSGDConfig.from_dict(config), every=every, delay=delay, manager=self.manager
+        )  # fmt: skip
+
+    def run(self) -> None:
+        manager = self.manager
+        if manager.current_step() > 1:
+            # It came when the others had begun, and has sent nothing.
+            place = {"step": manager.current_step() - 1, "quorum": manager._quorum_id}
+            self.write(**place, before=self.changes, gradients=self.changes, last=False)
+        while True:
+            self.attempts += 1
+            with torch.no_grad():
+                for name, change in self.drawn().items():
+                    self.model.get_parameter(name).sub_(change)
+                    self.changes[name] = self.changes[name] + change
+            self.handle.step()
+            found = self.exchange
+            if found and found["step"] >= self.scenario.steps:
+                self.write(**found, last=True)
+                return
+            if found and self.handle._pending is None:
+                theta = self.handle.shared()
+                average = {name: self.theta[name].double() - theta[name].double() for name in theta}
+                self.write(
+                    **found, average=average, applied=manager.current_step() == found["step"] + 1, time=time.time(),
+                    workers=manager.num_participants(), parameters=theta, last=False, collectives=self.count,
+                    strict=True,
+                )  # fmt: skip
+                self.exchange = {}
+            time.sleep(self.scenario.pause)
+
+    def errors(self) -> dict[str, Tensor]:
+        """Return E, as an exchange begins. Note what was owed before the changes of this round."""
+        found = super().errors()
+        self.count, self.theta = 0, self.handle.shared()
+        self.gradients = {n: self.theta[n] - parameter.detach() for n, parameter in self.model.named_parameters()}
+        for name, debt in self.gradients.items():
+            error = found.get(name, torch.zeros(())).double()
+            self.owed[name] = debt.double() + error - self.changes[name].double()
+        place = {"step": self.manager.current_step(), "quorum": self.manager._quorum_id}
+        self.exchange = {**place, "before": dict(self.owed), "gradients": self.changes}
+        self.changes = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        return found
+
+
+TRAINERS = {"compressor": Trainer, "ddp": DDPTrainer, "local": LocalTrainer}
