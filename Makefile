@@ -66,10 +66,11 @@ ptx: $(INSTALLED)
 	$(EMULATED) $(KERNELS)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 $(KERNELS) --program-order 1
 
-# Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
-# each fault was injected for the table that it holds.
+# Rewrites the tables in docs/faults.md, with every fault 50 times, and in docs/guides/torchft.md, in ten to twenty minutes
+# each. The pages say how many times each fault was injected for the tables that they hold.
 faults: $(INSTALLED)
 	$(PYTHON) -m tests.faults --write
+	$(PYTHON) -m tests.elastic --write
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

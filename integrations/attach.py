@@ -14,7 +14,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import UNSAID, PowerSGDConfig, logger, unlike
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import announce, describe, is_deepspeed, uncompiled
+from powersgd_triton.integrations.common import announce, describe, describe_ranks, is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
@@ -29,6 +29,7 @@ def attach(
     *,
     loss_scale: LossScaleSource | None = None,
     node_group: NodeGroup = None,
+    manager: Any = None,
     **options: Any,
 ) -> Handle:
     """Compress the gradients of a wrapped model, from its next step on. Collective. Prints one line on worker 0.
@@ -43,6 +44,8 @@ def attach(
             own needs not be given.
         node_group: "auto", or groups of the workers that share a node, for DDP, FSDP1 and DeepSpeed; see
             docs/cluster.md.
+        manager: A ``torchft.Manager``, over whose quorums a DistributedDataParallel averages; see
+            docs/guides/torchft.md.
         options: Fields of ``PowerSGDConfig``, for example ``compression=20`` or ``rank=8``.
 
     Returns:
@@ -62,7 +65,17 @@ def attach(
 
     bare = uncompiled(model)
     state = attached().get(bare) if isinstance(bare, nn.Module) else None
-    if state is None:
+    if state is None and manager is not None:
+        # Not collective, since a worker that returns attaches alone.
+        config, _, _ = given()
+        if node_group is not None:
+            raise ValueError("give either node_group= or manager=, whose quorums say who the workers are")
+        from powersgd_triton.integrations import torchft
+
+        state = torchft.attach(bare, config or UNSAID, manager)
+        _attached[bare] = weakref.ref(state)
+        announce(f"powersgd: on, {describe_ranks(state.config)}, over the workers of each quorum")
+    elif state is None:
         # The other workers would wait in the adapter, or in the first step, for one that has refused its arguments.
         state = _compress(bare, together("attach", given, found("attach", lambda: _workers(bare))), node_group)
         _attached[bare] = weakref.ref(state)

@@ -15,9 +15,10 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.scheme import FlatAverage
+from powersgd_triton.elastic.managed import Managed
 from powersgd_triton.handle import Handle
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.gradients import (
     as_real,
@@ -40,12 +41,12 @@ class Compressed:
     """The averaged factors of one step: views of the compressor's memory, valid until its next ``compress``.
 
     Attributes:
-        backend: Backend of the bucket that holds the factors.
+        backend: ``Backend`` of the bucket that holds the factors, or what has an average without factors.
         iteration: Number of the step, from 1.
         verdict: Scalar, 1 if the step was finite, else 0. It is final after ``decompress``.
     """
 
-    backend: Backend
+    backend: Any
     iteration: int
     verdict: Tensor
 
@@ -80,10 +81,12 @@ class Compressor(Handle):
         group: Process group. None uses the default group, or a single process if no group is initialized.
         node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
             only their sum is compressed. See docs/cluster.md.
+        manager: A ``torchft.Manager``, whose quorums are averaged over in place of a group. A step in which a worker is
+            lost is not committed, and its ``verdict`` is 0. See docs/guides/torchft.md.
 
     Raises:
         TypeError: A tensor does not have a floating-point or complex dtype, or ``node_group`` is something else.
-        ValueError: A shape has a negative size.
+        ValueError: A shape has a negative size, or ``manager`` comes with what it does not support, such as a group.
         RuntimeError: The group cannot be used.
     """
 
@@ -94,7 +97,10 @@ class Compressor(Handle):
         group: dist.ProcessGroup | None = None,
         *,
         node_group: NodeGroup = None,
+        manager: Any = None,
     ) -> None:
+        if manager is not None and group is not None:
+            raise ValueError("give either group= or manager=, whose quorums say who the workers are")
         shapes: dict[str, tuple[int, ...]] = {}
         # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -112,6 +118,8 @@ class Compressor(Handle):
         self._exact = Layout.build(shapes, config, compress=False)
         # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
+        if manager is not None:
+            self._managed = Managed(manager, self._engine)
 
     @property
     def layout(self) -> Layout:
@@ -129,6 +137,15 @@ class Compressor(Handle):
             TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
             DisagreementError: In the first step, another worker has other tensors or another configuration.
         """
+        managed = self._managed
+        if managed is None:
+            return self._compress(gradients)
+        found = managed.guarded(lambda: self._compress(gradients)) if managed.begin() else None
+        zero = torch.zeros((), device=self._engine.buckets.device)
+        average = FlatAverage(self._exact, zero.expand(self._exact.numel))
+        return found or Compressed(average, self._step.iteration, zero)
+
+    def _compress(self, gradients: Gradients) -> Compressed:
         named = self._examined(lambda: self._named(gradients))
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
         # A flat buffer does not show which tensors are complex.
@@ -147,8 +164,8 @@ class Compressor(Handle):
             found.append(Compressed(backend, step.iteration + 1, step.verdict(device)))
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
-        # With a loss scale, ``decompress`` decides.
-        self._residuals.late, self._written = step.loss_scale is not None, False
+        # With a loss scale, ``decompress`` decides, and with a manager the workers' votes do.
+        self._residuals.late, self._written = step.loss_scale is not None or self._managed is not None, False
         engine.end_step()
         return found[0]
 
@@ -198,6 +215,8 @@ class Compressor(Handle):
                 no worker has errors of its own, or gradients are quantized. Nothing was changed.
         """
         self._check_valid(compressed)
+        if self._managed is not None:
+            raise ValueError("leave_error needs steps that are known to be applied, and with manager= they are not yet")
         if self.config.quantize is not None:
             raise ValueError("leave_error needs factors, and quantized gradients have none: set error_feedback=True")
         bucket, verdict = compressed.backend.bucket, compressed.verdict

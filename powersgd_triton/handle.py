@@ -50,6 +50,7 @@ class Handle:
     replaces_reduce_scatter = False
     no_loss_scale = ""
     left_out: tuple[str, ...] = ()
+    _managed: Any = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step, self._residuals = engine, engine.step, engine.residuals

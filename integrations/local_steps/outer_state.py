@@ -57,6 +57,10 @@ class OuterState:
         self._agreed: dict[str, str] = {}
         self._buffers: Tensors = {}
 
+    def connect(self, communicator: Communicator) -> None:
+        """Average with other workers from now on."""
+        self._communicator = communicator
+
     def settings(self) -> Facts:
         """Return the kind and the settings of the outer optimizer, which must be equal on all workers."""
         names, facts = {id(p): name for name, p in self.shared.items()}, {"outer": type(self.optimizer).__name__}

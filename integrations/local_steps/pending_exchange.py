@@ -62,15 +62,13 @@ class PendingExchange:
             self.counts = self._undo.ended
             if not self.counts:
                 self._undo.give_up()
-                self._take_back()
+                self.take_back()
             raise
         if finish and not self.counts:
-            self._take_back()
-        elif finish:
-            self._undo.begin()
+            self.take_back()
         return finish
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
         # Again, since means may have been written over them.
         gradients, _ = self._outer.pseudo_gradients(self.finite, self.begun)

@@ -27,6 +27,7 @@ from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, kind, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
+from powersgd_triton.integrations.local_steps.quorums import Quorums
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -63,6 +64,8 @@ class LocalSteps(Handle):
         keep: Share of the error E that stays in this worker's own parameters, which then are θ − keep · E. 1 loses
             nothing; less lets old errors decay. Default: all of E stays, apart from the parameters.
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
+        manager: A ``torchft.Manager``, over whose quorums exchanges average. The first one comes at once, and gives all
+            workers the same parameters. Only for a plain module. See docs/guides/torchft.md.
 
     Raises:
         TypeError, ValueError, DisagreementError: An argument has the wrong type or value, the model is not supported or
@@ -88,6 +91,7 @@ class LocalSteps(Handle):
         delay: int = 0,
         keep: float | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        manager: Any = None,
     ) -> None:
         def find() -> tuple[tuple[LocalTensors, Communicator], Facts, Facts]:
             local = local_tensors(model, group)
@@ -95,6 +99,9 @@ class LocalSteps(Handle):
 
         # The other workers would wait for one that has refused its model.
         local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
+
+        if manager is not None and (communicator.world_size > 1 or communicator.others):
+            raise ValueError("manager= is for a plain module of this process alone, without a process group")
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             self._every, self.delay = every, whole_number("delay", delay)
@@ -124,6 +131,13 @@ class LocalSteps(Handle):
         self._undo = Undo(self._engine)
         self._pending: PendingExchange | None = None
         self._outer.begin_equal()
+        # Number of steps when the last exchange was tried under a manager.
+        self._tried = 0
+        if manager is not None:
+            self._managed = Quorums(manager, self._engine, self._outer)
+            with torch.no_grad():
+                self._exchange()
+                self._advance(finish=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -136,7 +150,8 @@ class LocalSteps(Handle):
         self.steps += 1
         self.since += 1
         self._advance(finish=False)
-        if self.since >= self.every:
+        # An exchange that was not applied is tried again with the others' next one.
+        if (self.since if self._managed is None else self.steps - self._tried) >= self.every:
             self._exchange()
 
     @torch.no_grad()
@@ -149,7 +164,8 @@ class LocalSteps(Handle):
         keep, self._keep = self._keep, 0.0
         try:
             self._advance(finish=True)
-            self._catch_up("finish")
+            if self._managed is None:
+                self._catch_up("finish")
             if self.since > 0 or keep:
                 self._exchange()
                 self._advance(finish=True)
@@ -164,10 +180,28 @@ class LocalSteps(Handle):
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
         self._advance(finish=True)
-        every = self._meet("an exchange", begins=True)
-        self._pending = PendingExchange(self._engine, self._undo, self._outer, self.delay, self.since)
-        self.since, self.every = 0, every
+
+        def begin() -> bool:
+            every = self._meet("an exchange", begins=True)
+            self._pending = PendingExchange(self._engine, self._undo, self._outer, self.delay, self.since)
+            self.since, self.every = 0, every
+            return True
+
+        if self._managed is None:
+            begin()
+        elif not self._starts(self._managed) or not self._managed.guarded(begin):
+            self._managed.ends(None)
         self._advance(finish=False)
+
+    def _starts(self, quorums: Quorums) -> bool:
+        """Start a quorum. Return whether the exchange can begin."""
+        quorums.steps = self.steps
+        ready = quorums.start()
+        # A worker that heals goes on from the others' number of steps.
+        self.steps = self._tried = quorums.steps
+        self._outer.connect(self._communicator)
+        self._compare = functools.partial(together, communicator=self._communicator, device=self._device)
+        return ready
 
     def _catch_up(self, call: str) -> None:
         """Count as many steps as the worker that has taken most since the last exchange. Collective."""
@@ -199,14 +233,20 @@ class LocalSteps(Handle):
         pending, ended = self._pending, True
         if pending is None:
             return
+        if self._managed is not None:
+            ended = self._managed.advance(pending, finish=finish)
+            if ended:
+                self._pending = None
+                if self._managed.ends(pending):
+                    self._use(pending)
+                else:
+                    self.since += pending.since
+            return
         try:
             ended = pending.counts or pending.advance(finish=finish)
         finally:
             if ended and pending.counts:
-                kept = {name: E.mul_(self._keep) for name, E in self.error().items()} if self._keep else {}
-                self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
-                if kept:
-                    self._residuals.forget_errors()
+                self._use(pending)
             if ended:
                 self._pending = None
                 self.since += 0 if pending.counts else pending.since
@@ -218,6 +258,14 @@ class LocalSteps(Handle):
                 self._compare("a check", lambda: (None, {}, prints))
         elif ended:
             logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
+
+    def _use(self, pending: PendingExchange) -> None:
+        """Update θ by what has arrived, and go on from it."""
+        kept = {name: E.mul_(self._keep) for name, E in self.error().items()} if self._keep else {}
+        self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
+        if kept:
+            self._residuals.forget_errors()
+        self._undo.begin()
 
     def _most(self, number: int) -> int:
         """Return the greatest number of all workers. Collective."""

@@ -48,6 +48,8 @@ class Residuals:
     Attributes:
         streams: Streams on which all of this memory is allocated and used.
         spares: Whether memory for the errors of the next step is kept between steps, on the CPU.
+        decide: Called before errors are read or replaced: it may ``settle``, if that is done late.
+        noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: size} of all tensors that have been in a bucket.
@@ -60,6 +62,8 @@ class Residuals:
         self.plan = plan
         self.streams = Streams()
         self.late, self.spares = False, True
+        self.noted: dict[Layout, Tensor] | None = None
+        self.decide: Callable[[], None] = lambda: None
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
@@ -125,7 +129,10 @@ class Residuals:
         G = flat(layout, gradients)
         E, scale = self._flat(layout, G.device), step.scale(G.device)
         M = self._spare.pop(layout, None)
-        return torch.empty_like(E) if M is None else M, (G, E if scale is None else E * scale)
+        M = torch.empty_like(E) if M is None else M
+        if self.noted is not None:
+            self.noted[layout] = M
+        return M, (G, E if scale is None else E * scale)
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
@@ -200,6 +207,19 @@ class Residuals:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
             self._told = HostCopy(verdict.clone())
 
+    @property
+    def undecided(self) -> tuple[dict[Layout, Tensor], Tensor | None]:
+        """What ``settle`` decides about, and its verdict: for who must hold it back until later."""
+        return self._left, self._verdict
+
+    @undecided.setter
+    def undecided(self, held: tuple[dict[Layout, Tensor], Tensor | None]) -> None:
+        self._left, self._verdict = held
+
+    def wait(self, errors: Parts) -> None:
+        """Add {name: E} of tensors without a matrix to their next gradients."""
+        self._remaining = self._unsent() | errors
+
     def is_unsettled(self, step: Step) -> bool:
         """Return whether a step has ended that ``settle`` would decide about."""
         return self._verdict is not None and not step.decides(self._verdict)
@@ -233,6 +253,7 @@ class Residuals:
 
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
+        self.decide()
         with self.streams.everywhere():
             if not self.plan.config.error_feedback:
                 return {}
@@ -254,6 +275,7 @@ class Residuals:
 
     def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
+        self.decide()
         with self.streams.everywhere():
             for matrix in self.matrices.values():
                 if matrix.error is not None:
@@ -271,6 +293,7 @@ class Residuals:
 
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
+        self.decide()
         with self.streams.everywhere():
             if not step.captured:
                 # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
@@ -296,6 +319,7 @@ class Residuals:
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
+        self.decide()
         self.matrices, self.sizes, self.moving = {}, {}, {}
         self._forget_remaining()
         self.loaded = saved

@@ -17,7 +17,7 @@ from tests.support.programs import ROOT, output_of
 PACKAGE = ROOT / "powersgd_triton"
 ORDER = (
     *("autoload", "config", "checkpoint", "layout", "kernels", "ops", "comm", "ranks", "core", "schemes", "planning"),
-    *("handle", "compressor", "integrations"),
+    *("elastic", "handle", "compressor", "integrations"),
 )
 """A module imports from its own part of the package and from those before it. What is not listed comes last."""
 

@@ -11,6 +11,7 @@ import os
 import warnings
 
 MODULES = [
+    "torchft",
     "hypothesis",
     "pytest",
     "torch._dynamo",

@@ -1,0 +1,1 @@
+"""Workers that come and go without a restart, under a ``torchft.Manager``."""

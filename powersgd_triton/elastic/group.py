@@ -1,0 +1,86 @@
+"""Collectives of torchft's process group."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from powersgd_triton.comm.communicator import Communicator, wait
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched:
+    work: Any
+    communicator: ManagedCommunicator
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError:
+            self.communicator.lost = True
+            raise
+
+
+class ManagedCommunicator(Communicator):
+    """Collectives of the workers of one quorum, of which this one is ``index``. ``lost`` is set when one has failed.
+
+    They call the methods of torchft's ``group``, which torch.distributed does not know. None before the first quorum.
+    """
+
+    # A worker that calls something alone is like one that was lost.
+    control = None
+    world_size = index = global_index = 0
+
+    def __init__(self, group: Any = None, index: int = 0, world_size: int = 1) -> None:
+        super().__init__()
+        self._torchft, self.lost = group, False
+        self.index = self.global_index = index
+        self.world_size = world_size
+        accelerator = torch.accelerator.current_accelerator()
+        cpu = accelerator is None or group is None or "gloo" in group.getBackendName()
+        # Device of what the group can send.
+        self.device = torch.device("cpu") if cpu or accelerator is None else accelerator
+
+    def all_reduce(self, tensor: Tensor, op: Any = c10d.ReduceOp.SUM) -> Any:
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        options = c10d.AllreduceOptions()
+        options.reduceOp = op
+        return self._begin("allreduce", [tensor], options)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: object = None) -> Any:  # noqa: ARG002 - for nodes only
+        return self._begin("alltoall_base", received, sent, [], [], c10d.AllToAllOptions())
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
+        if self.world_size == 1:
+            return super().all_gather(gathered, tensor)
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        rows = list(gathered.view(self.world_size, -1).unbind())
+        return self._begin("allgather", [rows], [tensor.reshape(-1)], options)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        if self.world_size > 1 and tensor.numel():
+            options = c10d.BroadcastOptions()
+            options.rootRank = source
+            wait(self._begin("broadcast", [tensor], options))
+
+    def minimum(self, tensor: Tensor) -> None:
+        wait(self.all_reduce(tensor.view(-1), c10d.ReduceOp.MIN))
+
+    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
+        gathered = tensor.new_empty(self.world_size, *tensor.shape, device=self.device)
+        wait(self.all_gather(gathered, tensor.to(self.device)))
+        return gathered.cpu()
+
+    def _begin(self, name: str, *arguments: Any) -> Any:
+        try:
+            if self.lost:
+                raise RuntimeError("a worker of this quorum was lost")
+            return _Watched(getattr(self._torchft, name)(*arguments), self)
+        except RuntimeError:
+            self.lost = True
+            raise

@@ -1,0 +1,98 @@
+"""What a step has sent, until it is known whether the step was applied."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Listener, Task, watched
+from powersgd_triton.ops.bucket import Bucket
+
+
+class Unsettled(Listener):
+    """Keeps P̂ and this worker's own Q of the last step, also if it was interrupted, until ``settle``.
+
+    A worker that hears of a failure in a step's last collective does not know whether the others have finished the step
+    and apply it. If they do, they apply what it has sent, and its error must lose that. (Every worker contributes to
+    every collective. So the others cannot finish a step of which this worker has not begun the last one.)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine = weakref.proxy(engine)
+        self.products: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
+        # M of whole tensors, of which a step leaves what it does not send.
+        self.left = engine.residuals.noted = {}
+        # What was sent of other tensors, if the adapter sends it again.
+        self.exact: dict[str, Tensor] = {}
+        self._verdict: Tensor | None = None
+        self._void = False
+        engine.residuals.late = True
+        engine.listeners.append(self)
+
+    def obstacle(self) -> str | None:
+        return "the host decides about each step"
+
+    def watch(self, task: Task) -> Task:
+        bucket: Any = getattr(task.memory, "bucket", None)
+        earlier: list[tuple[Tensor, Tensor]] = []
+
+        def before(stage: str) -> None:
+            if stage == "commit" and task.config.iterations > 1 and bucket in self.products:
+                # The next repetition overwrites the factors.
+                P, Q = self.products[bucket][-1]
+                earlier.append((P.clone(), Q.clone()))
+
+        def after(stage: str, *_: Any) -> None:
+            if stage == "backproject":
+                self.products[bucket] = [*earlier, (bucket.P_hat, bucket.Q)]
+            elif stage == "project" and task.config.algorithm == "alternating":
+                self.products[bucket] = [*earlier, (bucket.P, bucket.basis)]
+
+        return watched(task, before, after)
+
+    def end_step(self) -> None:
+        # Else the residuals would decide now.
+        left, verdict = self._engine.residuals.undecided
+        self.left |= left
+        self._verdict = self._verdict if verdict is None else verdict
+        self._engine.residuals.undecided = {}, None
+
+    def void(self) -> None:
+        step, kept = self._engine.step, self._engine.residuals.undecided[0]
+        if not step.keys:
+            return
+        for layout, M in self.left.items():
+            scale = step.scale(M.device)
+            if layout not in kept and scale is not None:
+                M.div_(scale)
+        self._void = True
+        self.end_step()
+
+    def settle(self, *, applied: bool) -> None:
+        """Let errors lose what the last step has sent if it was ``applied``. Else they keep it."""
+        residuals = self._engine.residuals
+        self.end_step()
+        with residuals.streams.everywhere():
+            for bucket, product in self.products.items():
+                if not applied and bucket.applied is not None:
+                    bucket.applied.zero_()
+                elif applied and self._void and bucket.M:
+                    bucket.product = product
+                    bucket.applied = torch.ones((), dtype=torch.int64, device=bucket.message_P.device)
+            if self._verdict is not None or self.left:
+                verdict = self._verdict
+                if verdict is None or self._void or not applied:
+                    device = next(iter(self.left.values())).device if verdict is None else verdict.device
+                    verdict = torch.full((), int(applied), device=device)
+                residuals.undecided = dict(self.left), verdict
+                residuals.settle(self._engine.step)
+            if applied:
+                residuals.wait({name: -sent for name, sent in self.exact.items()})
+        self.exact = {}
+        self.products.clear()
+        self.left.clear()
+        self._verdict, self._void = None, False

@@ -1,0 +1,39 @@
+"""Kill workers under torchft's Manager, and print the table: ``python -m tests.elastic [--only WORDS] [--write]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
+
+
+def main() -> int:
+    """Returns: 0 if nothing was lost or hung, and all workers had equal bits."""
+    parser = argparse.ArgumentParser(prog="python -m tests.elastic", description=__doc__)
+    parser.add_argument("--only", default="", help="rows whose title has these words")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/guides/torchft.md")
+    arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+    from tests.support.elastic import table
+
+    lines, wrong = [table.HEAD], 0
+    print(table.HEAD)
+    for title, found in table.results(arguments.only):
+        lines.append(table.row(title, found))
+        print(lines[-1], flush=True)
+        for outcome in filter(table.bad, found):
+            wrong += 1
+            print(outcome, *outcome.failed, sep="\n", file=sys.stderr, flush=True)
+    if arguments.write:
+        page = ROOT / table.PAGE
+        before, rest = page.read_text(encoding="utf-8").split(table.BEGIN)
+        after = rest.split(table.END)[1]
+        page.write_text("\n".join([before + table.BEGIN, *lines, table.END]) + after, encoding="utf-8")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

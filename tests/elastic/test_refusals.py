@@ -1,0 +1,132 @@
+"""What a manager is refused for, before anything has changed, and the outcome of steps without a real manager."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from powersgd_triton import Compressor, PowerSGDConfig, attach
+
+SHAPES = {"weight": (48, 32), "bias": (32,)}
+CONFIG = PowerSGDConfig(rank=2)
+
+
+class Manager:
+    """A worker that is alone in each quorum, and votes as it is told."""
+
+    def __init__(self, **options: Any) -> None:
+        self._quorum_id, self._step, self._pg = 0, 0, SimpleNamespace(abort=lambda: None)
+        self.states: dict[str, tuple[Any, Any]] = {}
+        self.__dict__ |= options
+
+    def register_state_dict_fn(self, key: str, load: Any, save: Any) -> None:
+        self.states[key] = load, save
+
+    def current_step(self) -> int:
+        return self._step
+
+    def participating_rank(self) -> int | None:
+        return 0 if self._quorum_id else None
+
+    def num_participants(self) -> int:
+        return 1
+
+    def errored(self) -> None:
+        return None
+
+
+def test_asynchronous_quorums_are_refused():
+    with pytest.raises(ValueError, match="use_async_quorum=False"):
+        Compressor(CONFIG, SHAPES, manager=Manager(_use_async_quorum=True))
+
+
+def test_spares_are_refused():
+    with pytest.raises(ValueError, match="DYNAMIC"):
+        Compressor(CONFIG, SHAPES, manager=Manager(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")))
+
+
+def test_nodes_are_refused():
+    with pytest.raises(ValueError, match="node_group"):
+        Compressor(CONFIG, SHAPES, node_group="auto", manager=Manager())
+
+
+def test_a_group_beside_a_manager_is_refused():
+    group: Any = object()
+    with pytest.raises(ValueError, match="group="):
+        Compressor(CONFIG, SHAPES, group, manager=Manager())
+    with pytest.raises(ValueError, match="node_group="):
+        attach(nn.Linear(4, 4), rank=2, node_group="auto", manager=Manager())
+
+
+def test_measured_choices_are_refused():
+    with pytest.raises(ValueError, match="auto"):
+        Compressor(PowerSGDConfig(compression="auto"), SHAPES, manager=Manager())
+
+
+def test_other_wrappers_than_ddp_are_refused():
+    with pytest.raises(ValueError, match="FSDP and DeepSpeed"):
+        attach(nn.Linear(4, 4), rank=2, manager=Manager())
+
+
+def test_a_step_needs_a_quorum_of_its_own():
+    manager = Manager()
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(RuntimeError, match="once in each quorum"):
+        compressor.compress(gradients)
+    manager._quorum_id = 1
+    compressed = compressor.compress(gradients)
+    with pytest.raises(RuntimeError, match="once in each quorum"):
+        compressor.compress(gradients)
+    with pytest.raises(ValueError, match="leave_error"):
+        compressor.leave_error(compressed, gradients)
+
+
+def test_several_compressors_have_states_of_their_own():
+    manager = Manager()
+    for _ in range(2):
+        Compressor(CONFIG, SHAPES, manager=manager)
+    assert list(manager.states) == ["powersgd", "powersgd 2"]
+
+
+@pytest.mark.parametrize("config", [{"rank": 2}, {"rank": 2, "algorithm": "alternating"}])
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], applied: bool):
+    """The same worker once votes for a step, and once hears that the others have applied it or not."""
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+    def after(heals: bool) -> dict[str, torch.Tensor]:
+        manager = Manager(_quorum_id=1)
+        compressor = Compressor(PowerSGDConfig(min_compression_rate=1, **config), SHAPES, manager=manager)
+        for _ in range(2):
+            compressor.compress(gradients)
+            manager._step += 1
+        compressor.compress(gradients)
+        load, save = manager.states["powersgd"]
+        if heals:
+            state = save_of_another(save, manager, applied)
+            manager._step += 1
+            load(state)
+        else:
+            manager._step += applied
+        manager._quorum_id = 2
+        assert compressor._managed.begin()
+        return compressor.error()
+
+    healed, voted = after(True), after(False)
+    assert healed.keys() == voted.keys() != set()
+    for name, error in voted.items():
+        torch.testing.assert_close(healed[name], error, rtol=0, atol=0)
+
+
+def save_of_another(save: Any, manager: Manager, applied: bool) -> dict[str, Any]:
+    """The state of a worker that has applied this attempt, or another one at the same step."""
+    attempt = save.__self__._attempt
+    state: dict[str, Any] = save.__self__._shared()
+    state["history"] = [[manager._step, 1 if applied else 7]]
+    assert attempt == (1, manager._step)
+    return state

@@ -1,0 +1,168 @@
+"""Runs a scenario, and checks what its workers have logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.distributed import environment, forkserver
+from tests.support.elastic.worker import SHAPES, WORKERS, Scenario, worker
+
+LIMIT = 120.0
+"""Seconds after which a scenario counts as hung."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What has come of a scenario.
+
+    Attributes:
+        delays: Seconds from each fault to the next step that was applied.
+        voids: Attempts of the survivors that were not applied, at most of any one worker.
+        lost: Largest error of conservation, relative to what was sent.
+        unequal: Steps whose averages or parameters differ between workers.
+        split: Steps that some workers applied and another one, which took part, did not.
+    """
+
+    delays: list[float]
+    voids: int
+    lost: float
+    unequal: int
+    split: int
+    hung: bool
+    steps: int
+    failed: list[str]
+    collectives: int
+    """Of an undisturbed step."""
+
+
+def run(scenario: Scenario) -> Outcome:
+    from torchft.coordination import LighthouseServer
+
+    milliseconds = int(1000 * scenario.heartbeat)
+    with tempfile.TemporaryDirectory() as folder, environment(OMP_NUM_THREADS="1"):
+        server = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=15000, quorum_tick_ms=20,
+            heartbeat_timeout_ms=milliseconds,
+        )  # fmt: skip
+        address = "http://127.0.0.1:" + server.address().rsplit(":", 1)[1]
+        context = forkserver()
+
+        def start(index: int, life: int) -> Any:
+            process = context.Process(target=worker, args=(index, life, scenario, folder, address), daemon=True)
+            process.start()
+            return process
+
+        processes = {(index, 0): start(index, 0) for index in range(WORKERS)}
+        deadline, hung = time.monotonic() + LIMIT, False
+        while any(process.is_alive() for process in processes.values()):
+            time.sleep(0.02)
+            for index, life in list(processes):
+                gone = processes[index, life].exitcode == -9 and (index, life + 1) not in processes
+                if gone and scenario.returns is not None:
+                    killed = pickle.loads(Path(folder, f"killed-{index}-{life}").read_bytes())
+                    if time.time() > killed + scenario.returns:
+                        processes[index, life + 1] = start(index, life + 1)
+            if time.monotonic() > deadline:
+                hung = True
+                for process in processes.values():
+                    if process.is_alive():
+                        process.kill()
+                        process.join()
+        server.shutdown()
+        failed = [
+            f"worker {index}, life {life}:\n{Path(folder, f'log-{index}-{life}.txt').read_text()[-3000:]}"
+            for (index, life), process in processes.items()
+            if process.exitcode not in (0, -9) or os.environ.get("SHOW")
+        ]
+        return checked(Path(folder), hung, failed)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                found.append(pickle.load(file))
+            except (EOFError, pickle.UnpicklingError):
+                return found
+
+
+def checked(folder: Path, hung: bool, failed: list[str]) -> Outcome:
+    logs = {path.stem: records(path) for path in sorted(folder.glob("attempts-*.pkl"))}
+    kills = [pickle.loads(path.read_bytes()) for name in ("killed", "deaf") for path in folder.glob(f"{name}-*")]
+    sent = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("sent-*"))]
+    whole = [log for log in logs.values() if log and log[-1]["last"]]
+    applied: dict[int, list[dict[str, Any]]] = {}
+    for log in logs.values():
+        for record in log:
+            if record.get("applied"):
+                applied.setdefault(record["step"], []).append(record)
+    unequal = split = 0
+    lost = 0.0
+    for step, found in applied.items():
+        first = found[0]
+        same = all(r["quorum"] == first["quorum"] and _equal(r["average"], first["average"]) for r in found)
+        unequal += not (same and all(_equal(r["parameters"], first["parameters"]) for r in found))
+        # What each worker has sent: its errors and its gradient before, without its errors after.
+        parts = [
+            _left(record, after)
+            for log in logs.values()
+            for record, after in itertools.pairwise(log)
+            if (record["step"], record["quorum"]) == (step, first["quorum"])
+        ]
+        parts += [s["sent"] for s in sent if (s["step"], s["quorum"]) == (step, first["quorum"])]
+        split += first["workers"] > len(found) + sum(s["step"] == step for s in sent)
+        if len(parts) == first["workers"]:
+            lost = max(lost, *(_gap(name, parts, first) for name in SHAPES))
+        else:
+            failed.append(f"step {step} has {first['workers']} workers, and {len(parts)} records")
+    for log in logs.values():
+        for record, after in itertools.pairwise(log):
+            won = applied.get(record["step"], [{}])[0].get("quorum") == record["quorum"]
+            if not record.get("applied") and not won:
+                # Nothing was sent: the error has the gradient, or the step is lost before it was compressed.
+                lost = max(lost, *(_kept(name, record, after) for name in SHAPES))
+    times = sorted(record["time"] for found in applied.values() for record in found)
+    delays = [min((t - kill for t in times if t > kill + 0.05), default=float("inf")) for kill in kills]
+    voids = max((sum(not r.get("applied", True) for r in log) for log in whole), default=0)
+    collectives = min((record["collectives"] for found in applied.values() for record in found), default=0)
+    return Outcome(delays, voids, lost, unequal, split, hung, len(applied), failed, collectives)
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(one[name].equal(other[name]) for name in SHAPES)
+
+
+def _left(record: dict[str, Any], after: dict[str, Any]) -> dict[str, Tensor]:
+    """E + G − E'."""
+    return {name: _error(record, name) + record["gradients"][name].double() - _error(after, name) for name in SHAPES}
+
+
+def _error(record: dict[str, Any], name: str) -> Tensor:
+    """E of an attempt. Without a matrix, a tensor has none."""
+    error: Tensor = record["before"].get(name, torch.zeros(SHAPES[name]))
+    return error.double().view(SHAPES[name])
+
+
+def _gap(name: str, parts: list[dict[str, Any]], record: dict[str, Any]) -> float:
+    total = sum(part[name] for part in parts)
+    scale = sum(part[name].norm() for part in parts)
+    return float((total - record["workers"] * record["average"][name].double()).norm() / scale)
+
+
+def _kept(name: str, record: dict[str, Any], after: dict[str, Any]) -> float:
+    left = _left(record, after)[name]
+    gradient = record["gradients"][name].double()
+    scale = gradient.norm() + _error(record, name).norm() + 1e-30
+    nothing = left.norm() if record.get("strict") else min(left.norm(), (left - gradient).norm())
+    return float(nothing / scale)
