@@ -132,11 +132,12 @@ def test_the_program_of_the_ddp_guide_prints_what_the_guide_says(tmp_path: Path)
     (program,) = filter(is_program, snippets(guide, "python"))
     (tmp_path / "train.py").write_text(program)
     said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", cwd=tmp_path)
-    # The loss depends on the processor in its last digits.
-    number = re.compile(r"\d+\.\d+")
+    # Losses, and shares of energy, depend on the processor in their last digits.
+    number = re.compile(r"[\d.,]*\d")
     (expected,) = snippets(guide, "text")[:1]
-    assert number.sub("…", said) == number.sub("…", expected)
-    assert [*map(float, number.findall(said))] == pytest.approx([*map(float, number.findall(expected))], rel=0.1)
+    assert number.sub("…", said).split() == number.sub("…", expected).split()
+    losses = re.compile(r"loss (\S+)")
+    assert [*map(float, losses.findall(said))] == pytest.approx([*map(float, losses.findall(expected))], rel=0.1)
 
 
 def each_by_itself(cases: dict[str, Any], world_size: int) -> dict[str, list[Any]]:
