@@ -116,6 +116,7 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
     assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
 
 
+@pytest.mark.slow
 def test_a_bucket_of_quantized_gradients_takes_few_launches_and_passes():
     """Each byte counts once: of the codes, and of fp32 gradients and averages."""
     options = ["--bucket", "--quantize", "int8", "--json", "--gradients", "gpt2-like-35M"]

@@ -43,7 +43,7 @@ def test_bytes_do_not_grow_with_the_workers(model: str, name: str, rank: int):
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "each bucket for itself"])
-@thinned("budgeted, name, workers", BUDGETS, NARROW, (2, 3, 8, 64, 256, 1024))
+@thinned("budgeted, name, workers", BUDGETS, NARROW, (2, 3, 8, 64, 256, 1024), together=1)
 def test_a_budget_holds_for_any_number_of_workers(budgeted: tuple[str, float], name: str, workers: int, joined: bool):
     model, compression = budgeted
     # As the simulator names them.

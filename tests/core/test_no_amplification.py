@@ -120,7 +120,7 @@ def test_fewer_directions_than_the_rank(n: int, k: int, rank: int, spectrum: str
     Case([(n, n, k, spectrum)], rank, steps=2).check()
 
 
-@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 600))])
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 600))])
 def test_random_spectra(seed: int):
     Case.draw(
         seed, largest=300 if seed % 4 == 0 else 100, ranks=(1, 2, 4, 16, 33, 64, 100, 256), backend="torch"
@@ -133,7 +133,7 @@ def test_random_spectra_in_small_blocks(seed: int):
         Case.draw(1000 + seed, largest=120, ranks=(1, 4, 64, 120), backend="torch").check()
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))])
 def test_random_spectra_in_kernels(seed: int):
     case = Case.draw(2000 + seed, largest=48, ranks=(1, 4, 16, 33, 40), backend="triton")
     dataclasses.replace(case, steps=3).check()

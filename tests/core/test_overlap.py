@@ -125,7 +125,9 @@ def steps(training: Training) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("iterations", "cold") else []) for n in FIELDS]
+)
 def test_bits_are_those_of_one_bucket_after_the_other(name: str):
     with stream_machine() as machine:
         overlapped = steps(Training(machine, **FIELDS[name]))

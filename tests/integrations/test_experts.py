@@ -7,6 +7,7 @@ import functools
 import io
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp
 from torch import Tensor
@@ -22,6 +23,8 @@ from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, ma
 from tests.support.small import complaint
 
 STEPS = 3
+QUICK = ("HSDP on dim 1", "other replicas", "1-D, expert parallel", "alone")
+"""The layouts of ``make test``."""
 RANK_1 = PowerSGDConfig(rank=1, min_compression_rate=1)
 
 
@@ -72,10 +75,10 @@ def far(got: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool((got - expected).norm() > LIMIT * scale.norm())
 
 
-def averages(worker: int, _world_size: int) -> None:
+def averages(worker: int, _world_size: int, *, quick: bool) -> None:
     """At full rank they are FSDP's own; at rank 1 nothing is lost."""
     wrong: list[Any] = []
-    for layout in layouts():
+    for layout in [layout for layout in layouts() if (layout in QUICK) == quick]:
         (native, _), (full, _) = attached(layout), attached(layout, FULL_RANK)
         model, state = attached(layout, RANK_1, set_last=True)
         total, sent = dict[str, Tensor](), dict[str, Tensor]()
@@ -139,4 +142,5 @@ def whole_errors(state: Any) -> dict[str, Tensor]:
     return {name: whole(error) for name, error in state.state_dict()["error"].items()}
 
 
-test_experts = make_test([averages, elsewhere], 4)
+test_experts = make_test({"averages": functools.partial(averages, quick=True), "elsewhere": elsewhere}, 4)
+test_other_meshes = pytest.mark.slow(make_test({"averages": functools.partial(averages, quick=False)}, 4))
