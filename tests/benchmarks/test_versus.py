@@ -116,6 +116,8 @@ def test_arms_are_parsed() -> None:
     one = arms.Arm.parse("local:19.5x+every10+outer0.8")
     assert (one.method, one.message) == ("local", "19.5x")
     assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0, "keep": 0}
+    sparse = "local:sparse50x+every2+keep0.9"
+    assert (versus.family(sparse), versus.label(sparse)) == ("local codes", "sparse50x, H = 2 keep 0.9")
     for those in versus.PLAN:
         for arm in those.arms:
             arms.check(arm)
