@@ -165,7 +165,7 @@ class Compressor(Handle):
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         # With a loss scale, ``decompress`` decides, and with a manager the workers' votes do.
-        self._residuals.late, self._written = step.loss_scale is not None or self._managed is not None, False
+        self._residuals.whole.late, self._written = step.loss_scale is not None or self._managed is not None, False
         engine.end_step()
         return found[0]
 
@@ -193,7 +193,7 @@ class Compressor(Handle):
             decides = self._step.loss_scale is not None and not self._written
             with self._residuals.streams.on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
-                self._residuals.settle(self._step)
+                self._residuals.whole.settle(self._step)
             self._written = True
         for name, tensor in named.items():
             write_back(contiguous[name], tensor)

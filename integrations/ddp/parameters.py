@@ -130,7 +130,7 @@ class UnusedParameters:
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
         self._is_view: dict[str, bool] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
-        residuals.late = True
+        residuals.whole.late = True
         module.register_forward_pre_hook(self)
 
     @staticmethod
@@ -145,7 +145,7 @@ class UnusedParameters:
         # Whether an open step is applied is not known, and its backward pass may not be done.
         buckets = [b for b in self._residuals.buckets() if b.applied is not None and not self._step.decides(b.applied)]
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
-        if fresh or self._residuals.is_unsettled(self._step):
+        if fresh or self._residuals.whole.is_unsettled(self._step):
             with self._residuals.streams.everywhere():
                 counts = self._reducer._get_local_used_map()
                 # On the CPU the host may look. Usually some worker uses each parameter.
@@ -154,8 +154,8 @@ class UnusedParameters:
                     kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
                     for bucket in fresh:
                         bucket.take_back(kept)
-                    self._residuals.take_back(kept)
-                self._residuals.settle(self._step)
+                    self._residuals.whole.take_back(kept)
+                self._residuals.whole.settle(self._step)
         self._seen = [bucket.product for bucket in buckets]
 
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:

@@ -113,7 +113,7 @@ class LocalSteps(Handle):
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, rounds=True)
             # Exchanges are rare, and memory counts more.
-            engine.residuals.spares = False
+            engine.residuals.whole.spares = False
             self._outer = OuterState(local, outer, communicator, device, optimizer)
             own = {"every": self.every, "delay": self.delay, "keep": keep, **common_facts(chosen, 0)}
             own["states"] = optimizer is not None

@@ -35,7 +35,7 @@ class Capture:
         self._before = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
         with residuals.streams.everywhere():
             # If the adapter has not told that the last step's verdict was final.
-            residuals.settle(step)
+            residuals.whole.settle(step)
             renewed = step.start(captured=captured)
         if renewed is not None:
             # The step overwrites the verdict of the last one.

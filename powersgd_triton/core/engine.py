@@ -163,9 +163,8 @@ class Engine:
                 sent = self._scheme.sent_numel(task.layout, self.config, self.step.iteration)
                 self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
                 self.sent += 4 * sent
-                take = functools.partial(write_average, task, parts)
-                finish = last is not False and parts[-1] is part
-                self.schedule.advance(self._scheme.average(task), take, finish=finish)
+                run, take = self._scheme.average(task), functools.partial(write_average, task, parts)
+                self.schedule.advance(run, take, finish=last is not False and parts[-1] is part)
         if last:
             self.end_step()
 
@@ -205,8 +204,8 @@ class Engine:
                     for workers in [*communicator.others, *([communicator] if step.uneven else [])]:
                         workers.minimum(verdict)
             step.end()
-            if not self.residuals.late:
-                self.residuals.settle(step)
+            if not self.residuals.whole.late:
+                self.residuals.whole.settle(step)
             self.buckets.end_step()
             if self.config.planned:
                 self.plan.end_step(step.iteration, self.buckets.in_use(), self.communicator)
@@ -230,7 +229,7 @@ class Engine:
                 # So that the others hear of it.
                 self.step.verdict(self.buckets.device)
             self.step.void(stays_open=stays_open, captured=self._capture.undo())
-            self.residuals.settle(self.step)
+            self.residuals.whole.settle(self.step)
         self.buckets.release()
 
     def connect(self, communicator: Communicator) -> None:

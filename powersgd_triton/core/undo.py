@@ -62,7 +62,7 @@ class Undo(Listener):
                 for name, M in bucket.buffers.items():
                     if name in gradients:
                         M.sub_(found[name].view_as(M))
-            for layout, M in (self._engine.residuals.noted or {}).items():
+            for layout, M in (self._engine.residuals.whole.noted or {}).items():
                 for segment in layout.segments:
                     if segment.name in gradients:
                         M[segment.span].sub_(gradients[segment.name].reshape(-1))

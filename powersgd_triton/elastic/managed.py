@@ -187,4 +187,4 @@ class Managed:
             parts["error"] = errors.pop(name) if name in errors else torch.zeros(size.rows, size.m)
         engine.plan.connect(self._manager.num_participants())
         adopt(engine, dataclasses.replace(saved, own=True), LoadReport())
-        residuals.wait(errors)
+        residuals.whole.hold(errors)

@@ -23,14 +23,15 @@ class Unsettled(Listener):
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine = weakref.proxy(engine)
+        self._whole = engine.residuals.whole
         self.products: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         # M of whole tensors, of which a step leaves what it does not send.
-        self.left = engine.residuals.noted = {}
+        self.left = self._whole.noted = {}
         # What was sent of other tensors, if the adapter sends it again.
         self.exact: dict[str, Tensor] = {}
         self._verdict: Tensor | None = None
         self._void = False
-        engine.residuals.late = True
+        self._whole.late = True
         engine.listeners.append(self)
 
     def obstacle(self) -> str | None:
@@ -55,14 +56,14 @@ class Unsettled(Listener):
         return watched(task, before, after)
 
     def end_step(self) -> None:
+        whole = self._whole
+        self.left |= whole.left
+        self._verdict = self._verdict if whole.verdict is None else whole.verdict
         # Else the residuals would decide now.
-        left, verdict = self._engine.residuals.undecided
-        self.left |= left
-        self._verdict = self._verdict if verdict is None else verdict
-        self._engine.residuals.undecided = {}, None
+        whole.left, whole.verdict = {}, None
 
     def void(self) -> None:
-        step, kept = self._engine.step, self._engine.residuals.undecided[0]
+        step, kept = self._engine.step, self._whole.left
         if not step.keys:
             return
         for layout, M in self.left.items():
@@ -74,9 +75,9 @@ class Unsettled(Listener):
 
     def settle(self, *, applied: bool) -> None:
         """Let errors lose what the last step has sent if it was ``applied``. Else they keep it."""
-        residuals = self._engine.residuals
+        whole = self._whole
         self.end_step()
-        with residuals.streams.everywhere():
+        with self._engine.residuals.streams.everywhere():
             for bucket, product in self.products.items():
                 if not applied and bucket.applied is not None:
                     bucket.applied.zero_()
@@ -88,10 +89,10 @@ class Unsettled(Listener):
                 if verdict is None or self._void or not applied:
                     device = next(iter(self.left.values())).device if verdict is None else verdict.device
                     verdict = torch.full((), int(applied), device=device)
-                residuals.undecided = dict(self.left), verdict
-                residuals.settle(self._engine.step)
+                whole.left, whole.verdict = dict(self.left), verdict
+                whole.settle(self._engine.step)
             if applied:
-                residuals.wait({name: -sent for name, sent in self.exact.items()})
+                whole.hold({name: -sent for name, sent in self.exact.items()})
         self.exact = {}
         self.products.clear()
         self.left.clear()

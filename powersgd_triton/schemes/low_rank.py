@@ -37,7 +37,7 @@ class LowRank(Scheme):
         step, config, communicator = task.step, task.config, task.communicator
         backend: Backend = task.memory
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
-        gradients = task.residuals.add_remaining(task.layout, task.gradients, step)
+        gradients = task.residuals.whole.add_remaining(task.layout, task.gradients, step)
         yield from move_rows(task.residuals, backend.bucket, communicator)
         # In a hierarchical all-reduce, each worker of a node compresses its rows of the node's sum.
         gradients = yield from share_of_sum(backend.bucket, gradients, communicator)

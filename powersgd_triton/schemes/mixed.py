@@ -33,7 +33,7 @@ class Mixed(Scheme):
     def average(self, task: Task) -> Generator[Work, None, Both]:
         layout, backend, parts = task.layout, task.memory, list[Average]()
         # Whole tensors too have errors left from the time when they had factors.
-        gradients = task.residuals.add_remaining(layout, task.gradients, task.step)
+        gradients = task.residuals.whole.add_remaining(layout, task.gradients, task.step)
         task = dataclasses.replace(task, gradients=gradients)
         if layout.compressed or layout.bypass:
             parts.append((yield from self._factors.average(task)))

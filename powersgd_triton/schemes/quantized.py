@@ -42,7 +42,7 @@ class Quantized(Scheme):
         # An average that is abandoned does not give its memory back: collectives under way may still use it.
         shards, memory, seed, terms = self._shards[layout], self._memory.pop(layout, {}), None, None
         if config.error_feedback:
-            M, terms = task.residuals.terms(layout, task.gradients, step)
+            M, terms = task.residuals.whole.terms(layout, task.gradients, step)
         else:
             M = flat(layout, task.gradients)
             own = f"{config.seed} {step.iteration} {communicator.index} {layout.segments[0].name}"
@@ -60,7 +60,7 @@ class Quantized(Scheme):
             step.uneven = True
             average = FlatAverage(layout, mean)
         if config.error_feedback:
-            task.residuals.keep(layout, M, step)
+            task.residuals.whole.keep(layout, M, step)
         self._memory[layout] = memory
         return average
 

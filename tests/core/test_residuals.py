@@ -10,7 +10,7 @@ import torch
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core import residuals
+from powersgd_triton.core import whole
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import gradients, live_bytes
@@ -35,7 +35,7 @@ def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, o
     engine.step.loss_scale = LossScale(lambda: scale)
     balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     before = live_bytes()
-    with mock.patch.object(residuals, "on_host", return_value=on_host):
+    with mock.patch.object(whole, "on_host", return_value=on_host):
         for step in range(7):
             scale, given = 3.0**step, gradients(10 * step + worker, SHAPES)
             for names in WHOLE if step == 0 else HALVES:
@@ -68,7 +68,7 @@ def test_errors_stay_if_an_average_does_not_fit(worker: int, world_size: int, on
     """With a loss scale, ``decompress`` decides about the step. Without it, the next step or a look at the errors."""
     compressor = Compressor(INT4, SHAPES)
     compressor.attach(lambda: 1.0)
-    with mock.patch.object(residuals, "on_host", return_value=on_host):
+    with mock.patch.object(whole, "on_host", return_value=on_host):
         compressor.compress(gradients(worker, SHAPES))
         before = compressor.error()
         assert before["weight"].any()
@@ -90,5 +90,5 @@ def test_errors_take_turns_in_two_memories() -> None:
     for _ in range(5):
         bucket = engine.begin(0, lambda: SHAPES, CPU, last=True)
         engine.average(bucket, gradients(0, SHAPES))
-        errors += engine.residuals._whole.values()
+        errors += engine.residuals.whole._flat.values()
     assert len({E.data_ptr() for E in errors}) == 2

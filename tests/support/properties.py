@@ -261,8 +261,8 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     for step in range(3):
         ledger.step(batches(model, step))
     if FORMATS[form].quantize is not None:
-        residuals = model.state._engine.residuals
-        held = [*residuals._whole.values(), *residuals._left.values()]
+        whole = model.state._engine.residuals.whole
+        held = [*whole._flat.values(), *whole.left.values()]
         assert model.state.report().error_bytes == sum(errors.nbytes for errors in held)
     ledger.check(rounds=FORMATS[form].bypass is not None)
     assert iteration(model) == 3

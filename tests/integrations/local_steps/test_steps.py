@@ -89,7 +89,7 @@ def reads_once(worker: int, _world_size: int) -> None:
             copies = mock.Mock(side_effect=tolist)
             with (
                 # As on a GPU, where nothing is decided on the host.
-                mock.patch("powersgd_triton.core.residuals.on_host", return_value=False),
+                mock.patch("powersgd_triton.core.whole.on_host", return_value=False),
                 mock.patch("powersgd_triton.ops.differences.on_host", return_value=False),
                 mock.patch("powersgd_triton.ops.reference.on_host", return_value=False),
                 # What the workers compare lies on the host, and what was copied in an earlier step.

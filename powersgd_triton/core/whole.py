@@ -1,0 +1,182 @@
+"""Errors of tensors without a matrix: of those that are sent whole, and of those that are no longer compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.comm.exchange import flat
+from powersgd_triton.core.saved_state import Parts
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.reference import on_host
+from powersgd_triton.ops.step import HostCopy, Step
+from powersgd_triton.ranks.plan import RankPlan
+
+
+class WholeErrors:
+    """Errors of one model's tensors without a matrix, by name. Buckets that send tensors whole have them flat.
+
+    A step leaves what it has not sent. Its verdict decides in ``settle`` whether this or the error before it counts.
+
+    Attributes:
+        spares: Whether memory for the errors of the next step is kept between steps, on the CPU.
+        late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
+        noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
+        left: {layout: what a step has left}, until ``settle``.
+        verdict: The verdict that is to decide about it. None if there is nothing to decide.
+    """
+
+    def __init__(self, plan: RankPlan) -> None:
+        self._plan = plan
+        self.late, self.spares = False, True
+        self.noted: dict[Layout, Tensor] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Set all errors to zero."""
+        self.left: dict[Layout, Tensor] = {}
+        self.verdict: Tensor | None = None
+        # Errors of tensors that are sent whole, flat, by their bucket's layout.
+        self._flat: dict[Layout, Tensor] = {}
+        # Memory of the CPU for what the next step will leave: new memory takes longer than the step.
+        self._spare: dict[Layout, Tensor] = {}
+        # Errors E [n, m] of other tensors. Which a step has added to gradients, and a copy of its verdict.
+        self._remaining: Parts = {}
+        self._added: set[str] = set()
+        self._told: HostCopy | None = None
+
+    @property
+    def remain(self) -> bool:
+        """Whether an error is still to be added to the gradient of a tensor that is not sent whole."""
+        return bool(self._remaining)
+
+    def has_errors(self) -> bool:
+        """Return whether any errors are left."""
+        return bool(self._flat or self._unsent())
+
+    def hold(self, errors: Parts) -> None:
+        """Hold {name: E} until they are added to the next gradients of these tensors."""
+        self._remaining = self._unsent() | errors
+
+    def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
+        """Return M = G + E of tensors that are sent whole, flat, in fp32."""
+        if not self._plan.config.error_feedback:
+            return flat(layout, gradients).to(torch.float32, copy=True)
+        M, terms = self.terms(layout, gradients, step)
+        return torch.add(*terms, out=M)
+
+    def terms(
+        self, layout: Layout, gradients: Mapping[str, Tensor], step: Step
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return memory for M, and G and E, of which it is the sum."""
+        G = flat(layout, gradients)
+        E, scale = self._held(layout, G.device), step.scale(G.device)
+        M = self._spare.pop(layout, None)
+        M = torch.empty_like(E) if M is None else M
+        if self.noted is not None:
+            self.noted[layout] = M
+        return M, (G, E if scale is None else E * scale)
+
+    def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
+        """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
+        if not self._plan.config.error_feedback:
+            return
+        self.verdict, scale = step.verdict(M.device), step.scale(M.device)
+        self.left[layout] = M if scale is None else M.div_(scale)
+
+    def add_remaining(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Mapping[str, Tensor]:
+        """Add remaining errors to the gradients of tensors that are no longer compressed, in fp32 or fp64 copies.
+
+        Without remaining errors, return the gradients themselves. If the step turns out not to be finite, the errors
+        are added again in the next step.
+        """
+        waiting = self._apart(layout).keys() - self._added
+        names = [s.name for s in layout.segments if not s.rank and s.name in waiting] if waiting else []
+        if not names:
+            return gradients
+        device = gradients[names[0]].device
+        scale = step.scale(device)
+        # Copy all gradients of the bucket, so that they keep one dtype.
+        sums = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients.items()}
+        for name in names:
+            error = self._remaining[name]
+            sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
+        self._added |= {*names}
+        self.verdict = step.verdict(device)
+        return sums
+
+    def settle(self, step: Step) -> None:
+        """Keep what the last step has left, or what was before it if it is not applied, unless it is still open.
+
+        The host does not wait for a device.
+        """
+        verdict = self.verdict
+        if verdict is None or not self.is_unsettled(step):
+            return
+        for layout, M in self.left.items():
+            E = self._held(layout, M.device)
+            if not on_host(verdict):
+                torch.where(verdict.bool(), M, E, out=E)
+            else:
+                self._flat[layout], spare = (M, E) if verdict else (E, M)
+                if self.spares:
+                    self._spare[layout] = spare
+        self.left, self.verdict = {}, None
+        if self._added and self._told is None:
+            # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
+            self._told = HostCopy(verdict.clone())
+
+    def is_unsettled(self, step: Step) -> bool:
+        """Return whether a step has ended that ``settle`` would decide about."""
+        return self.verdict is not None and not step.decides(self.verdict)
+
+    def take_back(self, unsent: Mapping[str, Tensor]) -> None:
+        """Let tensors keep the errors from before the last step where the scalar ``unsent[name]`` is True."""
+        for layout, M in self.left.items():
+            before, after = _named(layout, self._held(layout, M.device)), _named(layout, M)
+            for name in after.keys() & unsent.keys():
+                after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
+        for name in self._added & unsent.keys() if self.verdict is not None else ():
+            error = self._remaining[name]
+            self._remaining[name] = error.where(unsent[name].to(error.device) | (self.verdict == 0), 0.0)
+            self._added.discard(name)
+
+    def errors(self, step: Step) -> Parts:
+        """Return views of all errors of tensors without a matrix."""
+        self.settle(step)
+        found = dict(self._unsent())
+        for layout, E in self._flat.items():
+            found |= _named(layout, E)
+        return found
+
+    def _held(self, layout: Layout, device: torch.device) -> Tensor:
+        """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
+        if layout not in self._flat:
+            E, remaining = torch.zeros(layout.numel, device=device), self._apart(layout)
+            for segment in layout.segments:
+                if segment.name in remaining:
+                    E[segment.span] = remaining.pop(segment.name).reshape(-1)
+            self._flat[layout] = E
+        return self._flat[layout]
+
+    def _apart(self, layout: Layout) -> Parts:
+        """Return the remaining errors by name, with those that other layouts share with this one."""
+        for other in [other for other in self._flat if not other.shapes.keys().isdisjoint(layout.shapes)]:
+            # Copies, since views would keep the memory of all until the last one is used.
+            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other)).items()}
+            self._spare.pop(other, None)
+        return self._unsent()
+
+    def _unsent(self) -> Parts:
+        """Return the remaining errors, without those that an applied step has added to gradients."""
+        if self._told is not None:
+            for name in self._added if self._told.numbers() else ():
+                del self._remaining[name]
+            self._added, self._told = set(), None
+        return self._remaining
+
+
+def _named(layout: Layout, E: Tensor) -> Parts:
+    return {s.name: E[s.span].view(s.rows, s.m) for s in layout.segments}
