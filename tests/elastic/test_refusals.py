@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
+from powersgd_triton.elastic.group import ManagedCommunicator
 
 SHAPES = {"weight": (48, 32), "bias": (32,)}
 CONFIG = PowerSGDConfig(rank=2)
@@ -84,6 +85,19 @@ def test_a_step_needs_a_quorum_of_its_own():
         compressor.compress(gradients)
     with pytest.raises(ValueError, match="leave_error"):
         compressor.leave_error(compressed, gradients)
+
+
+def test_a_worker_that_applied_a_step_alone_is_told(monkeypatch: pytest.MonkeyPatch):
+    manager = Manager(_quorum_id=1)
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    compressor.compress(gradients)
+    manager._step, manager._quorum_id = 1, 3
+    # The other worker has applied the same step in quorum 2.
+    other = torch.tensor([0, 1, 0, 0])
+    monkeypatch.setattr(ManagedCommunicator, "gather", lambda _, mine: torch.stack([mine, mine + other]))
+    with pytest.raises(ValueError, match="step 0 was applied in quorum 2, and by this worker in quorum 1"):
+        compressor.compress(gradients)
 
 
 def test_several_compressors_have_states_of_their_own():
