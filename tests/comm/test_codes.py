@@ -98,7 +98,7 @@ def check_sum(given: Sequence[Tensor], left: Sequence[Tensor], mean: Tensor) -> 
     assert ((kept - total).abs() <= 1e-6 * len(given) * total.abs().max() if len(total) else kept == total).all()
 
 
-@thinned("numel, workers, codes", (30, 641, 5000), (2, 3, 8), tuple(QUANTIZED))
+@thinned("numel, workers, codes", (30, 641, 5000), (2, 3, 8), tuple(QUANTIZED), together=1)
 def test_shards_lose_nothing(numel: int, workers: int, codes: str):
     """Each worker has the average of its own shard, and what is in none stays where it was."""
     given, shards = tensors(numel, workers), dealt(numel, workers)
@@ -141,7 +141,7 @@ def test_unbiased_without_errors(codes: str, case: tuple[int, int, bool]):
     assert 0 < bias <= 1.2 * single / seeds**0.5
 
 
-@thinned("codes, case, value", tuple(QUANTIZED), CASES, (float("nan"), float("-inf")))
+@thinned("codes, case, value", tuple(QUANTIZED), CASES, (float("nan"), float("-inf")), together=1)
 def test_what_is_not_finite_arrives(codes: str, case: tuple[int, int, bool], value: float):
     """Whoever needs the average of a block in which one worker has a NaN gets one."""
     (workers, node_size, sharded), numel = case, 3000

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from tests.support.thinned import thinned
 
 SHAPE = (3, 24, 20)
 STEPS = 5
@@ -26,8 +27,7 @@ def one_by_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**{f"experts[{i}]": expert for i, expert in enumerate(tensors["experts"])}, "head": tensors["head"]}
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@thinned("backend, algorithm", ["triton", "torch"], ["standard", "alternating"], together=1)
 def test_a_batch_is_its_matrices(backend: str, algorithm: str):
     config = PowerSGDConfig(rank=2, backend=backend, algorithm=algorithm)
     batch, single = Compressor(config, gradients(0)), Compressor(config, one_by_one(gradients(0)))

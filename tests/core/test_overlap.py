@@ -138,7 +138,7 @@ def test_bits_are_those_of_one_bucket_after_the_other(name: str):
         assert same_bits(one, other), number
 
 
-@pytest.mark.parametrize(("name", "stop"), [("standard", 1), ("standard", 3), ("alternating", 2), ("narrow", 2)])
+@pytest.mark.parametrize(("name", "stop"), [("standard", 1), ("standard", 3), ("alternating", 2)])
 def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
     """Messages of its buckets are under way when the next step begins, and nobody waits for them."""
     with stream_machine() as machine:

@@ -68,7 +68,7 @@ def random(numel: int) -> tuple[Tensor, Tensor]:
     return torch.randn(numel, generator=generator), torch.randn(COPIES, numel, generator=generator)
 
 
-@thinned("width, seed, dtype, aligned", list(QUANTIZED), SEEDS, GRADIENTS, [True, False])
+@thinned("width, seed, dtype, aligned", list(QUANTIZED), SEEDS, GRADIENTS, [True, False], together=1)
 def test_same_bits_as_the_reference(
     width: str, seed: int | None, dtype: torch.dtype, aligned: bool, device: torch.device
 ):

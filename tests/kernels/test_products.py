@@ -41,7 +41,7 @@ def test_compensate(rank: int, shapes: Shapes, error: torch.dtype, left: bool, d
 
 
 @either_side
-@thinned("gradient, error, rank", GRADIENTS, [*ERRORS, None], (1, 4, 17, 40))
+@thinned("gradient, error, rank", GRADIENTS, [*ERRORS, None], (1, 4, 17, 40), together=1)
 def test_dtypes(rank: int, gradient: torch.dtype, error: torch.dtype | None, left: bool, device: torch.device):
     check_compensate(Bucket(small(rank), device, gradient=gradient, error=error, seed=rank), left=left)
 

@@ -27,7 +27,7 @@ def inputs(numel: int) -> dict[str, Tensor]:
     }
 
 
-@thinned("compression, dtype, values, each", (16, 50, 1000), GRADIENTS, list(inputs(1)), (None, CHUNK), together=2)
+@thinned("compression, dtype, values, each", (16, 50, 1000), GRADIENTS, list(inputs(1)), (None, CHUNK), together=1)
 def test_same_bits_as_the_reference(
     compression: float, dtype: torch.dtype, values: str, each: int | None, device: torch.device
 ):

@@ -43,7 +43,7 @@ CASES = {
     "slow: without warm start": (FP32, everything(warm_start=False)),
     "without error feedback": (FP16, everything(error_feedback=False)),
     "slow: alternating": (FP16, everything(algorithm="alternating")),
-    "alternating, all shapes, rank 3": (FP32, everything(3, algorithm="alternating")),
+    "slow: alternating, all shapes, rank 3": (FP32, everything(3, algorithm="alternating")),
     "errors in bf16": (BF16, everything(error_dtype="bf16")),
     "slow: all shapes, one by one": (FP32, everything(batch_by_shape=False)),
     "slow: alternating without error feedback": (FP32, everything(algorithm="alternating", error_feedback=False)),

@@ -171,7 +171,9 @@ SHAPES = {"wide": (48, 300), "tall": (260, 20), "twin": (48, 300), "bias": (33,)
 BUCKETS = [["wide", "bias"], ["tall", "twin", "small"]]
 
 
-@thinned("name, fields, workers", WIDTHS, [{}, {"algorithm": "alternating"}, {"iterations": 2}], [1, 2, 3, 4])
+@thinned(
+    "name, fields, workers", WIDTHS, [{}, {"algorithm": "alternating"}, {"iterations": 2}], [1, 2, 3, 4], together=1
+)
 def test_conservation(name: str, fields: dict[str, Any], workers: int):
     """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t; all workers get the same bits (which ``Fleet`` asserts).
 

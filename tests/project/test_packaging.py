@@ -87,6 +87,7 @@ def test_distributions_hold_nothing_else(distributions: dict[str, Path], targets
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
 
 
+@pytest.mark.slow
 def test_installed_package_runs_its_checks(targets: dict[str, Path], tmp_path: Path):
     """The wheel's, which has the same files as the sdist's."""
     code = """

@@ -56,6 +56,7 @@ def test_averages_and_errors_are_those_of_the_package(worker: int, world_size: i
             assert distance <= (step + 1) * ROUNDING[dtype], (step, name, float(distance))
 
 
+@pytest.mark.slow
 def test_the_example_finds_the_minimum() -> None:
     said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE)
     distances = [float(line.split()[-1]) for line in said.splitlines()]
