@@ -356,9 +356,8 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-test_on_four_workers = make_test(
-    [sums_in_its_own_group, unequal_replicas, made_equal, mesh_dims, guards, settled, wrong_use], 4
-)
+test_on_four_workers = make_test([unequal_replicas, made_equal, mesh_dims, wrong_use], 4)
+test_more_on_four_workers = pytest.mark.slow(make_test([sums_in_its_own_group, guards, settled], 4))
 
 
 def test_versions_of_torch() -> None:

@@ -61,12 +61,11 @@ SOURCES = [
 """(wrapper, the one whose saved state it loads), on four workers. See also test_sharded_checkpoints.py."""
 
 
-ALWAYS: list[Callable[..., None]] = [
+BY_TURNS: list[Callable[..., None]] = [
     properties.exact_first,
     properties.traffic,
     properties.attached,
     properties.watched,
-    properties.void,
     properties.damaged,
 ]
 THIN: list[Callable[..., None]] = [properties.full_rank, properties.conservation]
@@ -103,8 +102,9 @@ def cells() -> list[Cell]:
             add(properties.taken_over, 4, turn=1, folder=True, options=(("source", pair[1]),))
         add(properties.budget, folder=True)
         add(properties.stateless, folder=True, turn=index % 3)
-        for check in ALWAYS:
-            add(check)
+        add(properties.void)
+        for number, check in enumerate(BY_TURNS):
+            add(check, turn=(number + index) % 2)
         for workers in {2, 3, 4} - {few} if few == 2 else ():
             add(properties.full_rank, workers, options=(("way", "plain"),), turn=1)
             add(properties.conservation, workers, options=(("form", "fp32"),), turn=1)
