@@ -13,6 +13,7 @@
 #define CHUNK 4096
 #define BF16_NAN 0x7FC0
 #define BF16_LARGEST 0x7F7F
+#define GROUP 4  // blocks that are encoded together
 #define AHEAD 1024  // elements, 4 KiB: processors do not fetch beyond a page by themselves
 #define LEAST_PER_THREAD 16384
 
@@ -117,18 +118,30 @@ static inline void write_codes(const float *x, const uint16_t *noise, int format
         for (int i = 0; i < BLOCK / 2; i++) codes[i] = (uint8_t)(code[i] | code[i + BLOCK / 2] << 4);
 }
 
-// Write the scale and the codes of a block in 8 or 4 bits.
-static inline void encode_scaled(const float *x, const uint16_t *noise, int format, uint16_t *scale, uint8_t *codes) {
-    const float levels = LEVELS[format];
-    // The largest scale whose product with the levels is finite.
-    const uint32_t limit = word(number(0x7F7FFFFF) / levels) >> 16, chosen = scale_of(x, levels, limit, noise != NULL);
-    *scale = (uint16_t)chosen;
-    // Scales that are not normal numbers are rounded coarsely, and the largest one down: a quotient may exceed the
-    // levels. Looking at all quotients takes longer than all else.
-    if (chosen >= 0x0080 && chosen < limit)
-        write_codes(x, noise, format, number(chosen << 16), 1, -1, codes);
-    else
-        write_codes(x, noise, format, chosen ? number(chosen << 16) : INFINITY, 0, chosen == BF16_NAN ? 0 : -1, codes);
+// The largest scale whose product with the levels is finite.
+static inline uint32_t largest_scale(int format) { return word(number(0x7F7FFFFF) / LEVELS[format]) >> 16; }
+
+// Write the scales and the codes of some blocks x. All scales come first: no block then waits for the scale of another.
+// What is read next lies behind ``fetched``.
+static inline void encode_group(const float *x, const float *fetched, const uint16_t *starts, int blocks, int format,
+                                uint16_t *scales, uint8_t *codes) {
+    const uint32_t limit = largest_scale(format);
+    for (int b = 0; b < blocks && format != BF16; b++)
+        scales[b] = (uint16_t)scale_of(x + b * BLOCK, LEVELS[format], limit, starts != NULL);
+    for (int b = 0; b < blocks; b++, x += BLOCK, fetched += BLOCK, codes += BLOCK * BITS[format] / 8) {
+        uint16_t numbers[BLOCK], *noise = starts ? numbers : NULL;
+        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(fetched + AHEAD + i);
+        if (noise) random_numbers(noise, starts[b]);
+        // Scales that are not normal numbers are rounded coarsely, and the largest one down: a quotient may exceed the
+        // levels. Looking at all quotients takes longer than all else.
+        if (format == BF16)
+            encode_bf16(x, noise, (uint16_t *)codes);
+        else if (scales[b] >= 0x0080 && scales[b] < limit)
+            write_codes(x, noise, format, number((uint32_t)scales[b] << 16), 1, -1, codes);
+        else
+            write_codes(x, noise, format, scales[b] ? number((uint32_t)scales[b] << 16) : INFINITY, 0,
+                        scales[b] == BF16_NAN ? 0 : -1, codes);
+    }
 }
 
 // Write what the codes of a block stand for, times a weight.
@@ -149,33 +162,40 @@ static inline void decode_block(int format, uint16_t scale, const uint8_t *codes
 }
 
 CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; block++) {
+    for (int64_t block = first; block < last; block += GROUP) {
+        const int blocks = last - block < GROUP ? (int)(last - block) : GROUP;
         const int64_t place = block * BLOCK, left = e->numel - place;
-        const int n = left < BLOCK ? (int)left : BLOCK;
-        float *own = e->target + place, x[BLOCK];
-        uint16_t noise[BLOCK];
+        const int n = left < blocks * BLOCK ? (int)left : blocks * BLOCK;
+        float *own = e->target + place, copy[GROUP * BLOCK];
+        const float *x = own, *fetched = e->term ? e->term + place : own;
+        uint16_t numbers[GROUP], *starts = e->starts ? numbers : NULL, *scales = (uint16_t *)e->content + block;
         uint8_t *codes = e->content + e->codes + place * BITS[e->format] / 8;
-        uint16_t *scale = (uint16_t *)e->content + block;
-        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(own + AHEAD + i);
         if (e->term)
             for (int i = 0; i < n; i++) own[i] = e->term[place + i] + e->other[place + i];
-        if (n < BLOCK) memset(x, 0, sizeof x);
-        memcpy(x, own, n * sizeof(float));
+        if (e->base || n < blocks * BLOCK) {
+            memset(copy, 0, sizeof copy);
+            memcpy(copy, own, n * sizeof(float));
+            x = copy;
+        }
         if (e->base)
-            for (int i = 0; i < n; i++) x[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
-        if (e->starts) random_numbers(noise, (uint16_t)(e->starts[place / PERIOD] + place % PERIOD));
+            for (int i = 0; i < n; i++) copy[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
+        for (int64_t b = 0, i = place; b < blocks && starts; b++, i += BLOCK)
+            starts[b] = (uint16_t)(e->starts[i / PERIOD] + i % PERIOD);
         // With constants, so that the compiler has a loop for each case.
-        if (e->format == INT8 && e->starts) encode_scaled(x, noise, INT8, scale, codes);
-        else if (e->format == INT8) encode_scaled(x, NULL, INT8, scale, codes);
-        else if (e->format == INT4 && e->starts) encode_scaled(x, noise, INT4, scale, codes);
-        else if (e->format == INT4) encode_scaled(x, NULL, INT4, scale, codes);
-        else if (e->format == FP8 && e->starts) encode_scaled(x, noise, FP8, scale, codes);
-        else if (e->format == FP8) encode_scaled(x, NULL, FP8, scale, codes);
-        else if (e->starts) encode_bf16(x, noise, (uint16_t *)codes);
-        else encode_bf16(x, NULL, (uint16_t *)codes);
-        if (!e->subtract) continue;
-        decode_block(e->format, e->format == BF16 ? 0 : *scale, codes, 1, x);
-        for (int i = 0; i < n; i++) own[i] -= x[i];
+        if (e->format == INT8 && starts) encode_group(x, fetched, starts, blocks, INT8, scales, codes);
+        else if (e->format == INT8) encode_group(x, fetched, NULL, blocks, INT8, scales, codes);
+        else if (e->format == INT4 && starts) encode_group(x, fetched, starts, blocks, INT4, scales, codes);
+        else if (e->format == INT4) encode_group(x, fetched, NULL, blocks, INT4, scales, codes);
+        else if (e->format == FP8 && starts) encode_group(x, fetched, starts, blocks, FP8, scales, codes);
+        else if (e->format == FP8) encode_group(x, fetched, NULL, blocks, FP8, scales, codes);
+        else if (starts) encode_group(x, fetched, starts, blocks, BF16, scales, codes);
+        else encode_group(x, fetched, NULL, blocks, BF16, scales, codes);
+        for (int b = 0; b < blocks && e->subtract; b++, own += BLOCK, codes += BLOCK * BITS[e->format] / 8) {
+            const int size = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
+            float value[BLOCK];
+            decode_block(e->format, e->format == BF16 ? 0 : scales[b], codes, 1, value);
+            for (int i = 0; i < size; i++) own[i] -= value[i];
+        }
     }
 }
 
@@ -183,7 +203,7 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
     for (int64_t block = first; block < last; block++) {
         const int64_t place = block * BLOCK, left = d->numel - place;
         const int n = left < BLOCK ? (int)left : BLOCK;
-        float *out = d->out + place, sum[BLOCK], added[BLOCK];
+        float *out = d->out + place, copy[BLOCK], added[BLOCK], *sum = n < BLOCK ? copy : out;
         for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(out + AHEAD + i, 1);
         if (!d->fresh)
             for (int i = 0; i < n; i++) sum[i] = fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
@@ -197,7 +217,7 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
             if (value == added)
                 for (int i = 0; i < n; i++) sum[i] += added[i];
         }
-        memcpy(out, sum, n * sizeof(float));
+        if (n < BLOCK) memcpy(out, sum, n * sizeof(float));
     }
 }
 
