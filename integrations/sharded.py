@@ -127,7 +127,7 @@ class ShardedHandle(Handle):
         Raises:
             ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        return self._load(state_dict, rename=rename)
+        return self._loading(state_dict, rename=rename)()
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         rename = options.get("rename") or self._names

@@ -159,10 +159,7 @@ class Handle:
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """Continue from a saved state, as ``Compressor.load_state_dict`` without its options. Collective."""
-        return self._load(state_dict)
-
-    def _load(self, state_dict: StateDict, **options: Any) -> LoadReport:
-        return self._loading(state_dict, **options)()
+        return self._loading(state_dict)()
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         """Check a saved state, and return a function that continues from it. Collective; the function is not."""
