@@ -12,9 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
-from powersgd_triton.config import UNSAID, PowerSGDConfig, logger, unlike
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import announce, describe, describe_ranks, is_deepspeed, uncompiled
+from powersgd_triton.integrations.common import (
+    UNSAID,
+    announce,
+    describe,
+    describe_ranks,
+    is_deepspeed,
+    uncompiled,
+    unlike,
+)
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"

@@ -20,8 +20,8 @@ except ImportError as error:
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.config import PowerSGDConfig, unlike
-from powersgd_triton.integrations.common import announce
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.common import announce, unlike
 from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
 from powersgd_triton.integrations.deepspeed.experts import MixtureState, State, new_state
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
