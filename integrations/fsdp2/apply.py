@@ -74,13 +74,12 @@ def apply_powersgd(
                     f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
                     "elements, also of several tensors, share a scale: give rank or compression alone"
                 )
-            states[division.label] = state
+            # Named by its first parameter.
+            states[division.names[0]] = state
         if len(states) > 1:
             check_shared(config)
-        first, left = (
-            next(iter(states.values())),
-            {n: p.sharded_param for u in left_out for n, p in u.parameters.items()},
-        )
+        first = next(iter(states.values()))
+        left = {name: p.sharded_param for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
         first._left = {name: functools.partial(no_error, p) for name, p in left.items() if p.dim() > 1}
         return states, {"averaged together": [each.names for each in averaging]}, {}
