@@ -22,6 +22,7 @@ UNSAID = PowerSGDConfig(rank=32, wire_dtype="int4")
 A budget loses still less, but some models, such as those of vectors only, cannot keep it.
 """
 
+NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm
@@ -76,6 +77,17 @@ def masters_of(optimizer: Any) -> Any:
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return a parameter's shape, even if ZeRO 3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def checkpoint_folder(engine: Any, load_dir: Any, tag: Any = None) -> Path | None:
+    """Return the folder that DeepSpeed will load. None if it will find nothing."""
+    if tag is None:
+        latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir) / str(tag)
+    return folder if folder.is_dir() else None
 
 
 def run_within(owner: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:

@@ -25,6 +25,7 @@ from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import (
     Traffic,
     averaging_group,
+    checkpoint_folder,
     communicator_of,
     experts_group,
     traffic_of,
@@ -39,6 +40,12 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 EXPERTS = "powersgd_{group}_{index:02d}_state.pt"
 """One file for the experts of each index in their expert-parallel group, which DeepSpeed names by its size."""
+
+
+Gradients = Mapping[Tensor, Tensor]
+"""{parameter: gradient}."""
+Parts = Mapping[Tensor, tuple[int, Tensor]] | None
+"""{parameter: (first element, tensor that takes the result from there on)}, or None for all of each gradient."""
 
 
 class DeepSpeedState(Handle):
@@ -83,17 +90,8 @@ class DeepSpeedState(Handle):
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group)
 
     @torch.no_grad()
-    def average(
-        self,
-        gradients: Mapping[Tensor, Tensor],
-        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
-        divisor: float | None = None,
-    ) -> None:
-        """Sum {parameter: gradient} over the workers and divide by ``divisor``. None averages.
-
-        The gradients are contiguous. ``parts`` are {parameter: (first element, tensor that takes the result from there
-        on)}, or None for all.
-        """
+    def average(self, gradients: Gradients, parts: Parts = None, divisor: float | None = None) -> None:
+        """Sum contiguous gradients over the workers and divide by ``divisor``. None averages."""
         if not gradients:
             return
         unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self.names]
@@ -160,22 +158,13 @@ class DeepSpeedState(Handle):
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
-        go_on = self.read(lambda: self.saved_in(folder))
-        if go_on is None:
-            self.begin_without(folder, missing_ok)
-            return None
-        return go_on()
+    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
+        return self.read(lambda: self.saved_in(Path(folder)))
 
-    def saved_in(self, folder: Folder) -> Path:
-        """Return the folder of the state: this one, or the one that DeepSpeed would load from it."""
-        path = Path(folder)
-        return path if (path / self._file()).exists() else self.tagged(path, None) or path
-
-    def begin_without(self, folder: Folder, missing_ok: bool) -> None:
-        """See ``Handle.load``, of a folder without a state."""
-        self._begin_without(Path(folder) / self._file(), missing_ok)
+    def saved_in(self, folder: Path) -> Path:
+        """Return the folder of the state: this one, or the one of the checkpoint that DeepSpeed would load from it."""
+        own = (folder / self._file()).exists()
+        return folder if own else checkpoint_folder(self._framework, folder) or folder
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.
@@ -193,17 +182,6 @@ class DeepSpeedState(Handle):
         # The workers of one pipeline stage compare their states. Then all stages are told.
         found = self._together("load", lambda: compared(self._engine, lambda: (saved, sizes(self.shapes, self.config))))
         return functools.partial(adopt, self._engine, *found)
-
-    def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
-        """Return the folder that DeepSpeed will load. None if it will find nothing."""
-        if tag is None:
-            name = "latest_universal" if self._framework.load_universal_checkpoint() else "latest"
-            latest = Path(load_dir) / name
-            if not latest.is_file():
-                return None
-            tag = latest.read_text().strip()
-        folder = Path(load_dir) / str(tag)
-        return folder if folder.is_dir() else None
 
     def _files(self, folder: Path) -> dict[str, Any] | None:
         """Return the state that a folder has. ValueError if it is damaged, or lost in a universal checkpoint."""
