@@ -47,9 +47,7 @@ class HybridShardState(ShardedHandle):
         self.make_replicas_equal()
         for unit in self._units:
             unit.take_over_all_reduce()
-            hook = functools.partial(self._all_reduce, unit)
-            unit.replace("_all_reduce_hook", hook)
-            unit.guard("_all_reduce_hook", hook)
+            unit.replace("_all_reduce_hook", functools.partial(self._all_reduce, unit))
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
@@ -174,11 +172,8 @@ class FullShardState(WholeHandle):
         """Make FSDP call this state. Collective."""
         self.use_own_group()
         for unit in self._units:
-            reduce_scatter: Any = CustomReduceScatter(self, unit)
-            unit.replace("_reduce_scatter_comm", reduce_scatter)
             # FSDP has nothing to reduce-scatter on one worker.
-            if self._workers > 1:
-                unit.guard("_reduce_scatter_comm", reduce_scatter)
+            unit.replace("_reduce_scatter_comm", CustomReduceScatter(self, unit), guarded=self._workers > 1)
 
 
 class CustomReduceScatter:
