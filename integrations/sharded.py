@@ -39,7 +39,6 @@ from powersgd_triton.integrations.saved_shards import (
     weighted_squares,
 )
 from powersgd_triton.layout.matrices import Size, sizes
-from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ranks.report import RankReport
 
 FOLDER = "powersgd"
@@ -268,13 +267,6 @@ class ShardedHandle(Handle):
         """
         least = 2 if self._engine.given.quantize is None else 0
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
-
-    def _note_overflow(self, averages: Tensor) -> None:
-        """Set the verdict to 0 if averages that were changed after they were written do not fit their dtype."""
-        overflow = self._step.overflow(averages.device)
-        # Only fp16 has a smaller range than the factors.
-        if overflow is not None and averages.dtype == torch.float16:
-            note_overflow(averages, overflow)
 
 
 class WholeHandle(ShardedHandle):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from powersgd_triton.integrations.deepspeed.engines import (
     checkpoint_folder,
     communicator_of,
     experts_group,
-    traffic_of,
+    is_bf16_optimizer,
     whole_shape,
 )
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
@@ -135,10 +136,42 @@ class DeepSpeedState(Handle):
 
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
-        partitions = None if self.parameters is None else self.parameters.bytes_per_step(self.names)
-        own = [parameter for parameter in self._framework.module.parameters() if id(parameter) in self.names]
-        workers = self._communicator.world_size
-        return traffic_of(self._framework, self.config, self._layout(), workers, own, partitions)
+        engine, optimizer, layout = self._framework, self._framework.optimizer, self._layout()
+        stage, bf16_optimizer = int(engine.zero_optimization_stage()), is_bf16_optimizer(optimizer)
+        micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
+        sender = optimizer if stage else engine
+        dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
+        # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
+        once = stage == 3 or (
+            stage in (1, 2)
+            and not bf16_optimizer
+            and engine.zero_reduce_scatter()
+            and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
+        )
+        own = [parameter for parameter in engine.module.parameters() if id(parameter) in self.names]
+        parameters = 0
+        if stage == 3:
+            # Frozen parameters too, in each forward and backward pass.
+            every = sum(math.prod(whole_shape(p)) * p.element_size() for p in own)
+            parameters = 2 * engine.gradient_accumulation_steps() * every
+        elif stage or bf16_optimizer:
+            parameters = sum(p.nbytes for p in own if p.requires_grad)
+        differences = parameters
+        if self.parameters is not None:
+            parameters, differences = self.parameters.bytes_per_step(self.names)
+        # A ring's share of the whole.
+        workers, quantized = self._communicator.world_size, self.config.quantize is not None
+        share = (workers - 1) / workers
+        # Of quantized gradients each worker gets its partition only.
+        times = 1 if quantized and (stage or bf16_optimizer) else 2
+        return Traffic(
+            elements=layout.numel,
+            compressed=sum(segment.numel for segment in (layout.segments if quantized else layout.compressed)),
+            gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
+            factors=share * micro_batches * times * RankReport.of(layout, self.config, {}).bytes_per_step,
+            parameters=share * parameters,
+            differences=share * differences,
+        )
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.

@@ -55,7 +55,7 @@ def apply_powersgd(
     def prepare() -> tuple[dict[str, HybridShardState | FullShardState], Facts, Facts]:
         for unit in (unit for division in divisions for unit in division.units):
             check(unit, replicate_group)
-        averaging = [division for division in divisions if division.averages] or divisions[:1]
+        averaging = [each for each in divisions if dist.get_world_size(each.group) > 1] or divisions[:1]
         left_out = [unit for division in divisions if division not in averaging for unit in division.units]
         # Tensors that FSDP does not shard, as buffers, follow the first replicas.
         rest = {plain_name(name) for name, _ in local_tensors(model)} - {n for each in divisions for n in each.names}

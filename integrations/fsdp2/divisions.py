@@ -40,11 +40,6 @@ class Division:
         return self.units[0].replicas is not None
 
     @property
-    def averages(self) -> bool:
-        """Whether there is something to average."""
-        return dist.get_world_size(self.group) > 1
-
-    @property
     def repeats(self) -> bool:
         """Whether workers that do not average with each other hold equal tensors, as with tensor parallelism."""
         workers = math.prod(map(dist.get_world_size, (self.group, *self.others)))

@@ -23,6 +23,8 @@ from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors, unsave
 from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
+from powersgd_triton.ops.reference import note_overflow
+from powersgd_triton.ops.step import Step
 from powersgd_triton.schemes import new_engine
 
 
@@ -144,7 +146,7 @@ class HybridShardState(ShardedHandle):
         if buffer is not output:
             output.copy_(buffer)
         if output.dtype != buffer.dtype or divided:
-            self._note_overflow(output)
+            check_range(self._step, output)
 
 
 def refuse_unequal(names: list[str]) -> None:
@@ -229,7 +231,15 @@ class CustomReduceScatter:
         for mine, average in cut:
             mine.copy_(average)
         if op == dist.ReduceOp.SUM:
-            state._note_overflow(output.mul_(state._workers))
+            check_range(state._step, output.mul_(state._workers))
+
+
+def check_range(step: Step, averages: Tensor) -> None:
+    """Set a step's verdict to 0 if averages that were changed after they were written do not fit their dtype."""
+    overflow = step.overflow(averages.device)
+    # Only fp16 has a smaller range than the factors.
+    if overflow is not None and averages.dtype == torch.float16:
+        note_overflow(averages, overflow)
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
