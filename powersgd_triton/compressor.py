@@ -23,13 +23,13 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.gradients import (
     Gradients,
     Kind,
+    allocate,
     as_real,
     by_name,
     check_dense,
     check_writable,
     in_form,
     real_shape,
-    together,
     write_back,
 )
 from powersgd_triton.ops.reference import subtract_product_reference
@@ -187,7 +187,7 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         if out is None:
-            out = together({name: self._kinds[name] for name in self._exact.shapes})
+            out = allocate({name: self._kinds[name] for name in self._exact.shapes})
         named = self._writable(out, same_dtype=False)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:

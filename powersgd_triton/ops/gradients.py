@@ -17,7 +17,7 @@ Kind = tuple[torch.Size, torch.dtype, torch.device]
 """A gradient's own shape, before a complex one counts as real, its dtype and device."""
 
 
-def together(kinds: Mapping[str, Kind]) -> dict[str, Tensor]:
+def allocate(kinds: Mapping[str, Kind]) -> dict[str, Tensor]:
     """Return new tensors of shapes, dtypes and devices, in one buffer on each device, at multiples of 16 bytes."""
     places: list[tuple[int, int]] = []
     sizes: dict[torch.device, int] = {}
