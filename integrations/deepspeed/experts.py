@@ -75,16 +75,13 @@ class MixtureState(Several[DeepSpeedState]):
     def average(self, gradients: Gradients, parts: Parts = None, divisor: float | None = None) -> None:
         """See ``DeepSpeedState.average``. The sum over one worker is its gradient."""
         # In one order on all workers. A parameter that is not known is an error of the state for all workers.
-        owned: dict[DeepSpeedState | None, list[Tensor]] = {state: [] for state in (*self, None)}
-        for parameter in gradients:
-            owned[self._owners.get(id(parameter), self._dense)].append(parameter)
-        alone = owned.pop(None)
-        for state, own in owned.items():
+        owners = {parameter: self._owners.get(id(parameter), self._dense) for parameter in gradients}
+        for state in self:
+            own = [parameter for parameter, owner in owners.items() if owner is state]
             kept = None if parts is None else {parameter: parts[parameter] for parameter in own}
-            assert state is not None
             state.average({parameter: gradients[parameter] for parameter in own}, kept, divisor)
-        if divisor is not None:
-            for parameter in alone:
+        for parameter, owner in owners.items():
+            if owner is None and divisor is not None:
                 (gradients[parameter] if parts is None else parts[parameter][1]).div_(divisor)
 
     @contextlib.contextmanager
