@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from powersgd_triton.compressor import Compressor
-from powersgd_triton.config import UNSAID, PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.attach import attach, attached, chosen, load_from
-from powersgd_triton.integrations.common import announce
+from powersgd_triton.integrations.common import UNSAID, announce
 
 try:
     from accelerate import Accelerator

@@ -12,12 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
-from powersgd_triton.config import UNSAID, PowerSGDConfig, logger, unlike
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import announce, describe, describe_ranks, is_deepspeed, uncompiled
+from powersgd_triton.integrations import common
 from powersgd_triton.ops.step import LossScale, LossScaleSource
-
-NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 """The state of each wrapped model, whose hooks keep it alive. A copy of a model has no hooks, and so it is not here."""
@@ -63,7 +61,7 @@ def attach(
             LossScale(loss_scale)
         return chosen(config, options), {"node_group is given": node_group is not None}, {}
 
-    bare = uncompiled(model)
+    bare = common.uncompiled(model)
     state = attached().get(bare) if isinstance(bare, nn.Module) else None
     if state is None and manager is not None:
         # Not collective, since a worker that returns attaches alone.
@@ -72,18 +70,18 @@ def attach(
             raise ValueError("give either node_group= or manager=, whose quorums say who the workers are")
         from powersgd_triton.integrations import torchft
 
-        state = torchft.attach(bare, config or UNSAID, manager)
+        state = torchft.attach(bare, config or common.UNSAID, manager)
         _attached[bare] = weakref.ref(state)
-        announce(f"powersgd: on, {describe_ranks(state.config)}, over the workers of each quorum")
+        common.announce(f"powersgd: on, {common.describe_ranks(state.config)}, over the workers of each quorum")
     elif state is None:
         # The other workers would wait in the adapter, or in the first step, for one that has refused its arguments.
         state = _compress(bare, together("attach", given, found("attach", lambda: _workers(bare))), node_group)
         _attached[bare] = weakref.ref(state)
-        if not is_deepspeed(bare):
+        if not common.is_deepspeed(bare):
             # DeepSpeed's adapter has said it. The functions of a configuration may fail on one worker only.
-            announce(state._together("attach", functools.partial(describe, state)))
+            common.announce(state._together("attach", functools.partial(common.describe, state)))
     elif (wanted := chosen(config, options)) is not None and wanted != state.config:
-        raise ValueError("the model is compressed with {} already; got {}".format(*unlike(state.config, wanted)))
+        raise ValueError("the model is compressed with {} already; got {}".format(*common.unlike(state.config, wanted)))
     elif node_group is not None and node_group != state._communicator.node_group:
         raise ValueError(f"the model has node_group={state._communicator.node_group!r} already; got {node_group!r}")
     if loss_scale is not None:
@@ -110,7 +108,7 @@ def _workers(model: object) -> Communicator:
     # Imported when they are needed: FSDP takes about a second, and every import of powersgd_triton would wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if is_deepspeed(model):
+    if common.is_deepspeed(model):
         return Communicator()
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         return Communicator(model.process_group)
@@ -119,7 +117,7 @@ def _workers(model: object) -> Communicator:
 
         return divide(model, None)[0].communicator
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or common.is_deepspeed(module):
             raise TypeError(f"attach expects a wrapped model; {type(model).__name__} has one as {name!r}: attach that")
     raise TypeError(
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
@@ -131,14 +129,14 @@ def _workers(model: object) -> Communicator:
 def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeGroup) -> Handle:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if is_deepspeed(model):
+    if common.is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
 
         state = deepspeed.enable(model, config, node_group=node_group)
         if state is None:
             raise ValueError('the section "powersgd" of the DeepSpeed configuration has "enabled": false')
         return state
-    config = config or UNSAID
+    config = config or common.UNSAID
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 
@@ -171,4 +169,4 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
 def load_from(state: Handle, folder: Folder) -> None:
     """Continue from a checkpoint's state. Start with errors of zero, and log that, if it has none. Collective."""
     if state.load(folder, missing_ok=True) is None:
-        logger.warning(NO_STATE, folder)
+        logger.warning(common.NO_STATE, folder)

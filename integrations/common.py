@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,13 @@ from powersgd_triton.handle import Handle
 from powersgd_triton.ops.gradients import as_real, write_back
 from powersgd_triton.ranks.report import fewer
 
+UNSAID = PowerSGDConfig(rank=32, wire_dtype="int4")
+"""For who asks an adapter to compress and does not say how: less loss for its bytes than low ranks in fp32.
+
+A budget loses still less, but some models, such as those of vectors only, cannot keep it.
+"""
+
+NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -50,6 +58,14 @@ def announce(line: str) -> None:
     logger.info(line)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)
+
+
+def unlike(ours: PowerSGDConfig, theirs: PowerSGDConfig) -> tuple[str, str]:
+    """Return the fields in which two configurations differ, with the values of either, for a message."""
+    names = [field.name for field in dataclasses.fields(PowerSGDConfig)]
+    different = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    first, second = (", ".join(f"{name}={getattr(config, name)!r}" for name in different) for config in (ours, theirs))
+    return first, second
 
 
 def describe_ranks(config: PowerSGDConfig) -> str:

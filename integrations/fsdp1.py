@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import Shard
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
@@ -18,6 +19,7 @@ from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import plain_name
+from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import WholeHandle
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
@@ -117,7 +119,12 @@ class PowerSGDState(WholeHandle):
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        super().__init__(engine, DeviceMesh.from_group(group, device.type))
+        mesh, shapes = DeviceMesh.from_group(group, device.type), engine.tensors()
+
+        def part_of(name: str) -> Part:
+            return Part(0, *cut(shapes[name][0], mesh), mesh, [Shard(0)], shapes[name])
+
+        super().__init__(engine, mesh, part_of)
         self.use_own_group(node_group)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._current: Unit | None = None

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.attach import NO_STATE, attach, chosen, load_from
-from powersgd_triton.integrations.common import announce
+from powersgd_triton.integrations.attach import attach, chosen, load_from
+from powersgd_triton.integrations.common import NO_STATE, announce
 from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle
 
 try:

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,24 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
     """Return a contiguous DTensor of this shape from this worker's part."""
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+class Part(NamedTuple):
+    """This worker's part of an error: ``length`` elements of a dimension from ``first`` on, and the DTensor of it."""
+
+    dim: int
+    first: int
+    length: int
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    shape: Sequence[int]
+
+
+def cut(whole: int, workers: DeviceMesh) -> tuple[int, int]:
+    """Return (first, length) of this worker's part of a dimension, as FSDP2 shards it over a one-dimensional mesh."""
+    size = -(-whole // workers.size())
+    first = min(workers.get_local_rank() * size, whole)
+    return first, min(size, whole - first)
 
 
 def no_error(parameter: DTensor) -> DTensor:

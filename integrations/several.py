@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -17,8 +17,10 @@ from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import RankReport
 
+S = TypeVar("S", bound=Handle)
 
-class Several(Handle):
+
+class Several(Handle, Generic[S]):
     """The compression of one model by several states, each with its own parameters and workers.
 
     Args:
@@ -27,13 +29,13 @@ class Several(Handle):
             ``others`` must be the same, so that all hear of an error.
     """
 
-    def __init__(self, config: PowerSGDConfig, states: Mapping[str, Handle]) -> None:
+    def __init__(self, config: PowerSGDConfig, states: Mapping[str, S]) -> None:
         # There is no engine: every method that needs one forwards to the states.
         self.states, self._config = dict(states), config
         self.saved_with_model = all(state.saved_with_model for state in self)
         self.replaces_reduce_scatter = any(state.replaces_reduce_scatter for state in self)
 
-    def __iter__(self) -> Iterator[Handle]:
+    def __iter__(self) -> Iterator[S]:
         return iter(self.states.values())
 
     @property

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
@@ -30,6 +30,7 @@ from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import (
     FOREIGN,
+    Part,
     fitting,
     own_part,
     placed,
@@ -38,7 +39,6 @@ from powersgd_triton.integrations.saved_shards import (
     weighted_squares,
 )
 from powersgd_triton.layout.matrices import Size, sizes
-from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ranks.report import RankReport
 
 FOLDER = "powersgd"
@@ -50,12 +50,17 @@ class ShardedHandle(Handle):
 
     ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
     The communicator's ``others`` hold other shards: those of FSDP, then of tensor parallelism, which splits first.
+    ``part_of`` maps a parameter's name to the part of its error that belongs to this worker.
     """
 
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
     # {name: zero error} of matrices that the framework averages itself, and that may be compressed on another mesh.
     _left: Mapping[str, Callable[[], DTensor]] = {}
+
+    def __init__(self, engine: Engine, part_of: Callable[[str], Part]) -> None:
+        super().__init__(engine)
+        self._part_of = part_of
 
     def report(self) -> RankReport:
         """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table."""
@@ -65,7 +70,11 @@ class ShardedHandle(Handle):
 
     def _place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
-        raise NotImplementedError
+        part = self._part_of(name)
+        own = error.view(tuple(self._engine.tensors()[name])).narrow(part.dim, part.first, part.length)
+        # A copy, since torch.save() does not take a DTensor whose part is a view.
+        local = own.to(part.mesh.device_type, copy=True).contiguous()
+        return placed(local, part.mesh, part.placements, part.shape)
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
@@ -127,7 +136,7 @@ class ShardedHandle(Handle):
         Raises:
             ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        return self._load(state_dict, rename=rename)
+        return self._loading(state_dict, rename=rename)()
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         rename = options.get("rename") or self._names
@@ -259,19 +268,12 @@ class ShardedHandle(Handle):
         least = 2 if self._engine.given.quantize is None else 0
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
 
-    def _note_overflow(self, averages: Tensor) -> None:
-        """Set the verdict to 0 if averages that were changed after they were written do not fit their dtype."""
-        overflow = self._step.overflow(averages.device)
-        # Only fp16 has a smaller range than the factors.
-        if overflow is not None and averages.dtype == torch.float16:
-            note_overflow(averages, overflow)
-
 
 class WholeHandle(ShardedHandle):
     """The compression of whole gradients, of which each worker of a one-dimensional mesh keeps its shard."""
 
-    def __init__(self, engine: Engine, mesh: DeviceMesh) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, mesh: DeviceMesh, part_of: Callable[[str], Part]) -> None:
+        super().__init__(engine, part_of)
         self._mesh, self._worker, self._workers = mesh, mesh.get_local_rank(), mesh.size()
 
     def use_own_group(self, node_group: NodeGroup = None) -> None:
@@ -286,12 +288,11 @@ class WholeHandle(ShardedHandle):
         self._engine.connect(Communicator(group, others, node_group=node_group))
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:
-        del name
-        return error.full_tensor()
-
-    def _place(self, name: str, error: Tensor) -> DTensor:
-        shape = tuple(self._engine.tensors()[name])
-        # As FSDP2 shards dim 0. A copy, since torch.save() does not take a DTensor whose part is a view.
-        rows = -(-shape[0] // self._workers)
-        own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
-        return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
+        # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
+        shape, dim, own = list(self._engine.tensors()[name]), self._part_of(name).dim, error.to_local()
+        whole, shape[dim] = shape[dim], -(-shape[dim] // self._workers)
+        padded = own.new_zeros(shape)
+        padded.narrow(dim, 0, own.shape[dim]).copy_(own)
+        parts = [torch.empty_like(padded) for _ in range(self._workers)]
+        dist.all_gather(parts, padded, group=self._communicator.group)
+        return torch.cat(parts, dim).narrow(dim, 0, whole)

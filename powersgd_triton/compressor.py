@@ -21,19 +21,20 @@ from powersgd_triton.handle import Handle
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.gradients import (
+    Gradients,
+    Kind,
+    allocate,
     as_real,
+    by_name,
     check_dense,
     check_writable,
     in_form,
     real_shape,
-    together,
     write_back,
 )
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.schemes import new_engine
-
-Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ class Compressor(Handle):
             raise ValueError("give either group= or manager=, whose quorums say who the workers are")
         shapes: dict[str, tuple[int, ...]] = {}
         # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
-        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._kinds: dict[str, Kind] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 check_dense(name, tensor)
@@ -146,7 +147,7 @@ class Compressor(Handle):
         return found or Compressed(average, self._step.iteration, zero)
 
     def _compress(self, gradients: Gradients) -> Compressed:
-        named = self._examined(lambda: self._named(gradients))
+        named = self._examined(lambda: by_name(gradients, self._exact, self._kinds))
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
         # A flat buffer does not show which tensors are complex.
         self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds
@@ -186,7 +187,7 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         if out is None:
-            out = together({name: self._kinds[name] for name in self._exact.shapes})
+            out = allocate({name: self._kinds[name] for name in self._exact.shapes})
         named = self._writable(out, same_dtype=False)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
@@ -270,52 +271,12 @@ class Compressor(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return self._load(state_dict, strict=strict, rename=rename)
+        return self._loading(state_dict, strict=strict, rename=rename)()
 
     def _writable(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
-        """Return what ``_named`` does, detached. Check also that it can be written."""
-        named = {name: tensor.detach() for name, tensor in self._named(gradients, same_dtype=same_dtype).items()}
+        """Return gradients by name, detached. Check that they are known and can be written."""
+        found = by_name(gradients, self._exact, self._kinds, same_dtype=same_dtype)
+        named = {name: tensor.detach() for name, tensor in found.items()}
         for name, tensor in named.items():
             check_writable(name, tensor)
-        return named
-
-    def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
-        """Return gradients by name. Check their names, shapes, device and, with ``same_dtype``, their dtypes."""
-        layout, flat = self._exact, isinstance(gradients, Tensor)
-        names = list(layout.shapes)
-        if isinstance(gradients, Tensor):
-            if not gradients.is_contiguous() or gradients.is_conj() or gradients.is_neg():
-                raise ValueError(f"a flat buffer must be contiguous and not lazy; got stride {gradients.stride()}")
-            buffer = as_real(gradients)
-            if gradients.dim() != 1 or buffer.numel() != layout.numel:
-                got = f"{gradients.dtype} {tuple(gradients.shape)}"
-                raise ValueError(f"a flat buffer must be one-dimensional with {layout.numel} real elements; got {got}")
-            named = {s.name: buffer[s.span].view(s.shape) for s in layout.segments}
-        elif isinstance(gradients, Mapping):
-            missing = [name for name in names if name not in gradients]
-            if missing:
-                raise ValueError(f"gradients lack {missing[0]!r} ({len(missing)} of {len(names)} missing)")
-            unknown = [name for name in gradients if name not in layout.shapes]
-            if unknown:
-                raise ValueError(f"gradients have unknown names; the first is {unknown[0]!r}")
-            named = {name: gradients[name] for name in names}
-        else:
-            if len(gradients) != len(names):
-                raise ValueError(f"expected {len(names)} gradients; got {len(gradients)}")
-            named = dict(zip(names, gradients, strict=True))
-        device = None
-        for name, shape in layout.shapes.items():
-            tensor = named[name]
-            check_dense(name, tensor)
-            kind = self._kinds.get(name)
-            if kind is not None:
-                dtype = kind[1].to_real() if flat else kind[1]
-                if tensor.dtype != dtype and (same_dtype or tensor.is_complex() != dtype.is_complex):
-                    raise TypeError(f"{name!r} must have dtype {dtype}; got {tensor.dtype}")
-            if real_shape(tensor.shape, tensor.dtype) != shape:
-                wanted = f"{shape} real numbers" if tensor.is_complex() else shape
-                raise ValueError(f"{name!r} must have shape {wanted}; got {tensor.dtype} {tuple(tensor.shape)}")
-            device = device or (kind[2] if kind is not None else tensor.device)
-            if tensor.device != device:
-                raise ValueError(f"{name!r} must be on {device}; got {tensor.device}")
         return named

@@ -7,7 +7,7 @@ import difflib
 import logging
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ logger = logging.getLogger("powersgd_triton")
 
 RankFunction = Callable[[str, tuple[int, ...]], int]
 """Maps a parameter's name and shape to the rank of its approximation; 0 means that it is averaged exactly."""
-
 MatricesFunction = Callable[[str, tuple[int, ...]], tuple[int, int, int] | None]
 """Maps a parameter's name and shape to (batch, rows, columns), or to None for the default."""
+
 DEFAULT_RANK = 4
 PLANNED_WIRE_DTYPE = "int4"
 """The width that gave the lowest loss for the same bytes; measured by benchmarks/loss_per_byte.py."""
@@ -26,8 +26,6 @@ DEFAULT_MAX_RANK = 64
 """Limit of planned ranks: two blocks of columns in the kernels. Wider models need a smaller share of their width."""
 
 AUTO = "auto"
-BACKENDS = (AUTO, "triton", "torch")
-ALGORITHMS = ("standard", "alternating")
 ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 DTYPES = {"wire_dtype": ("float32", "bfloat16", "float16", "int8", "int4"), "error_dtype": ("float32", "bfloat16")}
 """The fields that are dtypes, with the names that they may have."""
@@ -40,6 +38,11 @@ SPARSE, MOST_SPARSE = "sparse", 1000
 """The format of local steps that sends some elements only, and how many times fewer bytes than fp32 it can have."""
 NOT_WITH_QUANTIZE = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype", "bypass")
 """Fields of factors and of what is sent beside them, and how errors are kept. Quantized tensors have fp32 errors."""
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    **{"backend": (AUTO, "triton", "torch"), "algorithm": ("standard", "alternating")},
+    **{"quantize": (None, *QUANTIZED, SPARSE), "bypass": (None, *STATELESS)},
+}
+"""The fields that have one of a few values."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
 
@@ -62,6 +65,12 @@ def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -
         raise TypeError(f"{name} must be {kind}; got {value!r}")
     if not (math.isfinite(value) and value >= minimum):
         raise ValueError(f"{name} must be finite and at least {minimum}; got {value}")
+
+
+def unknown(key: object, valid: Sequence[str]) -> str:
+    """Return a message about a key that is none of the valid ones."""
+    nearest = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)[0]
+    return f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {', '.join(valid)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,19 +180,12 @@ class PowerSGDConfig:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             _check_number(name, getattr(self, name), 0)
-        if self.orthogonalization_epsilon >= 1:
-            raise ValueError(
-                f"orthogonalization_epsilon is relative to a column's norm and must be below 1; "
-                f"got {self.orthogonalization_epsilon}"
-            )
+        if (epsilon := self.orthogonalization_epsilon) >= 1:
+            raise ValueError(f"orthogonalization_epsilon, relative to a column's norm, must be below 1; got {epsilon}")
         for name in ("error_feedback", "warm_start", "batch_by_shape"):
-            if not isinstance(getattr(self, name), bool) and (
-                name != "error_feedback" or self.error_feedback is not None
-            ):
-                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        for name, choices in (("backend", BACKENDS), ("algorithm", ALGORITHMS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name, value) != ("error_feedback", None):
+                raise TypeError(f"{name} must be True or False; got {value!r}")
         if self.algorithm == "alternating" and not self.warm_start:
             raise ValueError("algorithm 'alternating' starts from the last step's factors and requires warm_start=True")
         if self.wire_dtype is None and self.planned and self.compression != AUTO:
@@ -205,15 +207,14 @@ class PowerSGDConfig:
             if self.quantize not in (None, codes):
                 raise ValueError(f"codes is another name of quantize: give one; got {codes!r} and {self.quantize!r}")
             self._set("quantize", codes)
-        if self.quantize not in (None, *(names := (*QUANTIZED, SPARSE))):
-            raise ValueError(f"quantize must be None or one of {', '.join(names)}; got {self.quantize!r}")
-        if self.bypass not in (None, *STATELESS):
-            raise ValueError(f"bypass must be None or one of {', '.join(STATELESS)}; got {self.bypass!r}")
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                kinds = f"{'None or ' * (None in values)}one of {', '.join(filter(None, values))}"
+                raise ValueError(f"{name} must be {kinds}; got {getattr(self, name)!r}")
         if self.quantize == SPARSE:
             self._check_sparse()
-        for name in NOT_WITH_QUANTIZE:
-            budget = self.quantize == SPARSE and name == "compression"
-            if self.quantize is not None and getattr(self, name) is not None and not budget:
+        for name in NOT_WITH_QUANTIZE if self.quantize is not None else ():
+            if getattr(self, name) is not None and (name, self.quantize) != ("compression", SPARSE):
                 raise ValueError(
                     f"quantize sends whole tensors, so {name} has no use beside it; got quantize={self.quantize!r} and "
                     f"{name}={getattr(self, name)!r}"
@@ -223,10 +224,8 @@ class PowerSGDConfig:
         budget: Any = 50.0 if self.compression is None else self.compression
         _check_number("compression", budget, 16)
         if budget > MOST_SPARSE or self.error_feedback is False:
-            got = f"compression={budget}, error_feedback={self.error_feedback}"
-            raise ValueError(
-                f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True; got {got}"
-            )
+            needed = f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True"
+            raise ValueError(f"{needed}; got compression={budget}, error_feedback={self.error_feedback}")
         self._set("compression", budget)
 
     def _check_rank(self) -> None:
@@ -276,22 +275,17 @@ class PowerSGDConfig:
         """Build a configuration from a JSON section.
 
         Raises:
-            TypeError: A value has the wrong type.
-            ValueError: A key is not a field, or a value is out of range. For an unknown key, the message names the
-                nearest field.
+            TypeError, ValueError: A value has the wrong type or is out of range, or a key is not a field. The message
+                then names the nearest one.
         """
         fields = [*(field.name for field in dataclasses.fields(cls)), "codes"]
         for key in section:
             if key not in fields:
-                nearest = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)[0]
-                raise ValueError(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {', '.join(fields)}")
+                raise ValueError(unknown(key, fields))
         return cls(**section)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, from which ``from_dict`` builds an equal configuration.
-
-        A function is represented by its name, which ``from_dict`` refuses.
-        """
+        """Return the fields as plain values. A function becomes its name, which ``from_dict`` refuses."""
         fields = dataclasses.asdict(self)
         for name in ("rank", "matrices"):
             if callable(function := fields[name]):
@@ -299,22 +293,7 @@ class PowerSGDConfig:
         return fields
 
 
-UNSAID = PowerSGDConfig(rank=32, wire_dtype="int4")
-"""For who asks an adapter to compress and does not say how: less loss for its bytes than low ranks in fp32.
-
-A budget loses still less, but some models, such as those of vectors only, cannot keep it.
-"""
-
-
 def quantized(config: PowerSGDConfig, **fields: Any) -> PowerSGDConfig:
     """Return a configuration with ``quantize`` and possibly other fields in place of those of factors."""
     of_factors: dict[str, Any] = dict.fromkeys((*NOT_WITH_QUANTIZE, *RANK_LIMITS, "error_feedback"))
     return dataclasses.replace(config, **(of_factors | fields))
-
-
-def unlike(ours: PowerSGDConfig, theirs: PowerSGDConfig) -> tuple[str, str]:
-    """Return the fields in which two configurations differ, with the values of either, for a message."""
-    names = [field.name for field in dataclasses.fields(PowerSGDConfig)]
-    different = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
-    first, second = (", ".join(f"{name}={getattr(config, name)!r}" for name in different) for config in (ours, theirs))
-    return first, second

@@ -159,10 +159,7 @@ class Handle:
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """Continue from a saved state, as ``Compressor.load_state_dict`` without its options. Collective."""
-        return self._load(state_dict)
-
-    def _load(self, state_dict: StateDict, **options: Any) -> LoadReport:
-        return self._loading(state_dict, **options)()
+        return self._loading(state_dict)()
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         """Check a saved state, and return a function that continues from it. Collective; the function is not."""
@@ -196,15 +193,20 @@ class Handle:
                 changed.
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
-        found = self._together("load", lambda: self._find(Path(folder) / self._file()), FOUND)
-        if found is None:
-            self._begin_without(Path(folder) / self._file(), missing_ok)
+        go_on = self._reading(folder)
+        if go_on is None:
+            self._begin_without(folder, missing_ok)
             return None
-        return self.load_state_dict(self._read(found))
+        return go_on()
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
         forget(self._engine)
+
+    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
+        """Return a function that continues from the state in a folder. None if it has none. Collective."""
+        found = self._together("load", lambda: self._find(Path(folder) / self._file()), FOUND)
+        return None if found is None else functools.partial(self.load_state_dict, self._read(found))
 
     def _file(self) -> str:
         return FILE
@@ -222,10 +224,11 @@ class Handle:
         """Return what ``load_state_dict`` takes. Possibly collective."""
         return path
 
-    def _begin_without(self, path: Path, missing_ok: bool) -> None:
+    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
         """Forget all errors, because a folder has no state. Collective. Raise an error if it must have one."""
 
         def check() -> None:
+            path = Path(folder) / self._file()
             # Else the errors of such a state would be lost without a word. What ends in .new was never complete.
             found = sorted(other.name for other in path.parent.glob("powersgd*") if other.suffix != ".new")
             if found:

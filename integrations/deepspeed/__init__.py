@@ -20,20 +20,14 @@ except ImportError as error:
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.config import PowerSGDConfig, unlike
-from powersgd_triton.integrations.common import announce
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.common import announce, unlike
+from powersgd_triton.integrations.deepspeed import refusals
 from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
 from powersgd_triton.integrations.deepspeed.experts import MixtureState, State, new_state
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
-from powersgd_triton.integrations.deepspeed.refusals import (
-    NODE_GROUP,
-    PARAMETERS,
-    PowerSGDConfigError,
-    chosen,
-    refusal,
-    section_of,
-)
+from powersgd_triton.integrations.deepspeed.refusals import PowerSGDConfigError
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 __all__ = ["DeepSpeedState", "MixtureState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
@@ -51,7 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """
     returned = _initialize(*args, **kwargs)
     engine = returned[0]
-    if section_of(engine) is None:
+    if refusals.section_of(engine) is None:
         announce('powersgd: off, the configuration has no section "powersgd"')
     else:
         enable(engine)
@@ -60,8 +54,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def enable_from_section(engine: Any) -> None:
     """Compress an engine's gradients if its configuration says how. Else the program may call ``enable`` later."""
-    section = section_of(engine)
-    if isinstance(section, Mapping) and section and {PARAMETERS, NODE_GROUP}.issuperset(section):
+    section = refusals.section_of(engine)
+    if isinstance(section, Mapping) and section and {refusals.PARAMETERS, refusals.NODE_GROUP}.issuperset(section):
         announce(f'powersgd: off until the program switches it on: the section has only "{", ".join(section)}"')
     else:
         enable(engine)
@@ -84,18 +78,19 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state: State | None = getattr(engine, "powersgd", None)
     if state is not None:
         if config is not None and config != state.config:
-            raise refusal(["the engine is compressed with {} already; got {}".format(*unlike(state.config, config))])
+            values = unlike(state.config, config)
+            raise refusals.refusal(["the engine is compressed with {} already; got {}".format(*values)])
         return state
 
     def prepare() -> tuple[tuple[State, str | None] | None, Facts, Facts]:
-        found = chosen(engine, config)
+        found = refusals.chosen(engine, config)
         if found is None:
             return None, {"enabled": False}, {}
         wanted, section = found
         try:
             state = new_state(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
-            raise refusal([str(error)]) from None
+            raise refusals.refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
         return (state, parameters), {"enabled": True, "parameters": parameters}, {}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm
@@ -18,9 +18,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.common import describe_bytes, describe_ranks
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import LossScaleSource
-from powersgd_triton.ranks.report import RankReport, fewer
+from powersgd_triton.ranks.report import fewer
 
 
 def averaging_group(engine: Any) -> Any:
@@ -78,6 +77,17 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def checkpoint_folder(engine: Any, load_dir: Any, tag: Any = None) -> Path | None:
+    """Return the folder that DeepSpeed will load. None if it will find nothing."""
+    if tag is None:
+        latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir) / str(tag)
+    return folder if folder.is_dir() else None
+
+
 def run_within(owner: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Replace an object's method by one that runs it within a context."""
     original = getattr(owner, method)
@@ -123,52 +133,6 @@ class Traffic:
     def sum(cls, parts: Iterable[Traffic]) -> Traffic:
         """Return what the parts of a model send together."""
         return cls(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
-
-
-def traffic_of(
-    engine: Any,
-    config: PowerSGDConfig,
-    layout: Layout,
-    workers: int,
-    own: Iterable[Tensor],
-    partitions: tuple[int, int] | None,
-) -> Traffic:
-    """Return what a step sends of a state's ``own`` parameters, which some ``workers`` share.
-
-    ``partitions``: bytes of parameters, and of their differences, if these are sent.
-    """
-    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
-    micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
-    bf16_optimizer = is_bf16_optimizer(optimizer)
-    sender = optimizer if stage else engine
-    dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
-    # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
-    once = stage == 3 or (
-        stage in (1, 2)
-        and not bf16_optimizer
-        and engine.zero_reduce_scatter()
-        and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
-    )
-    parameters = 0
-    if stage == 3:
-        # Frozen parameters too, in each forward and backward pass.
-        every = sum(math.prod(whole_shape(p)) * p.element_size() for p in own)
-        parameters = 2 * engine.gradient_accumulation_steps() * every
-    elif stage or bf16_optimizer:
-        parameters = sum(p.nbytes for p in own if p.requires_grad)
-    parameters, differences = partitions or (parameters, parameters)
-    # A ring's share of the whole.
-    share, quantized = (workers - 1) / workers, config.quantize is not None
-    # Of quantized gradients each worker gets its partition only.
-    times = 1 if quantized and (stage or bf16_optimizer) else 2
-    return Traffic(
-        elements=layout.numel,
-        compressed=sum(segment.numel for segment in (layout.segments if quantized else layout.compressed)),
-        gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
-        factors=share * micro_batches * times * RankReport.of(layout, config, {}).bytes_per_step,
-        parameters=share * parameters,
-        differences=share * differences,
-    )
 
 
 def describe(engine: Any, config: PowerSGDConfig, traffic: Traffic, width: str | None) -> str:

@@ -22,14 +22,14 @@ from powersgd_triton.handle import Folder
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import Traffic, experts_group
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
-from powersgd_triton.integrations.deepspeed.state import EXPERTS, DeepSpeedState
+from powersgd_triton.integrations.deepspeed.state import EXPERTS, DeepSpeedState, Gradients, Parts
 from powersgd_triton.integrations.several import Several, check_shared, merged_loads
 
 DENSE = "dense"
 """Label of the state of all parameters that are no experts. Other labels are DeepSpeed's names of groups."""
 
 
-class MixtureState(Several):
+class MixtureState(Several[DeepSpeedState]):
     """The compression of an engine with experts: a state for each expert-data group, and one for other parameters.
 
     Attributes:
@@ -45,13 +45,12 @@ class MixtureState(Several):
         shared = [g for g in groups if g and dist.get_world_size(engine.expert_data_parallel_group[g]) > 1]
         self._dense = DeepSpeedState(config, engine, node_group)
         self._experts = {group: DeepSpeedState(config, engine, experts=group) for group in shared}
-        self._parts = [self._dense, *self._experts.values()]
         super().__init__(config, {DENSE: self._dense, **self._experts})
         self.group = self._dense.group
         alone = [pair for group, pairs in groups.items() if group and group not in shared for pair in pairs]
         self.left_out = self._dense.left_out = tuple(name for name, _ in alone)
         self._owners: dict[int, DeepSpeedState | None] = {id(parameter): None for _, parameter in alone}
-        self._owners |= {identity: state for state in self._parts for identity in state.names}
+        self._owners |= {identity: state for state in self for identity in state.names}
 
     @property
     def parameters(self) -> ParameterOverride | None:
@@ -60,50 +59,42 @@ class MixtureState(Several):
 
     @parameters.setter
     def parameters(self, override: ParameterOverride | None) -> None:
-        for state in self._parts:
+        for state in self:
             state.parameters = override
 
     def compressing(self) -> bool:
         """See ``DeepSpeedState.compressing``."""
         # Each one notes the call.
-        compressing = [state.compressing() for state in self._parts]
+        compressing = [state.compressing() for state in self]
         return all(compressing)
 
     def averages(self, group: Any) -> bool:
         """See ``DeepSpeedState.averages``."""
-        return any(state.averages(group) for state in self._parts)
+        return any(state.averages(group) for state in self)
 
-    def average(
-        self,
-        gradients: Mapping[Tensor, Tensor],
-        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
-        divisor: float | None = None,
-    ) -> None:
+    def average(self, gradients: Gradients, parts: Parts = None, divisor: float | None = None) -> None:
         """See ``DeepSpeedState.average``. The sum over one worker is its gradient."""
         # In one order on all workers. A parameter that is not known is an error of the state for all workers.
-        owned: dict[DeepSpeedState | None, list[Tensor]] = {state: [] for state in (*self._parts, None)}
-        for parameter in gradients:
-            owned[self._owners.get(id(parameter), self._dense)].append(parameter)
-        alone = owned.pop(None)
-        for state, own in owned.items():
+        owners = {parameter: self._owners.get(id(parameter), self._dense) for parameter in gradients}
+        for state in self:
+            own = [parameter for parameter, owner in owners.items() if owner is state]
             kept = None if parts is None else {parameter: parts[parameter] for parameter in own}
-            assert state is not None
             state.average({parameter: gradients[parameter] for parameter in own}, kept, divisor)
-        if divisor is not None:
-            for parameter in alone:
+        for parameter, owner in owners.items():
+            if owner is None and divisor is not None:
                 (gradients[parameter] if parts is None else parts[parameter][1]).div_(divisor)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """See ``DeepSpeedState.step``."""
         with contextlib.ExitStack() as steps:
-            for state in self._parts:
+            for state in self:
                 steps.enter_context(state.step())
             yield
 
     def traffic(self) -> Traffic:
         """See ``DeepSpeedState.traffic``."""
-        return Traffic.sum([state.traffic() for state in self._parts])
+        return Traffic.sum([state.traffic() for state in self])
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See ``DeepSpeedState.exact_parameters``."""
@@ -133,17 +124,15 @@ class MixtureState(Several):
 
     def save(self, folder: Folder) -> None:
         # Their files have different names.
-        for state in self._parts:
+        for state in self:
             state.save(folder)
 
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``DeepSpeedState.load``."""
-        go_on = self.read(lambda: self._dense.saved_in(folder))
-        if go_on is None:
-            for state in self._parts:
-                state.begin_without(folder, missing_ok)
-            return None
-        return go_on()
+    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
+        return self.read(lambda: self._dense.saved_in(Path(folder)))
+
+    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
+        for state in self:
+            state._begin_without(folder, missing_ok)
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """See ``DeepSpeedState.read``. Experts that were not compressed when the state was saved start without errors.
@@ -151,7 +140,7 @@ class MixtureState(Several):
         ValueError: Experts were distributed over another number of workers.
         """
         self._dense._together("load", lambda: self._check_experts(find()))
-        found = {state: state.read(find) for state in self._parts}
+        found = {state: state.read(find) for state in self}
         if not any(found.values()):
             return None
 
@@ -166,10 +155,6 @@ class MixtureState(Several):
             return merged_loads(reports)
 
         return go_on
-
-    def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
-        """See ``DeepSpeedState.tagged``."""
-        return self._dense.tagged(load_dir, tag)
 
     def _check_experts(self, folder: Path | None) -> None:
         saved = sorted(folder.glob(EXPERTS.format(group="ep_size_*", index=0))) if folder is not None else []

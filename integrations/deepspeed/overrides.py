@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.config import logger
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, run_within
+from powersgd_triton.integrations.common import NO_STATE
+from powersgd_triton.integrations.deepspeed.engines import checkpoint_folder, is_bf16_optimizer, run_within
 from powersgd_triton.integrations.deepspeed.experts import State
 
 EXACT = "_powersgd_exact"
@@ -186,7 +187,7 @@ def _override_checkpoints(engine: Any, state: State) -> None:
         given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
         weights_only = given.arguments.get("load_module_only", False)
         # Read and checked on all workers before DeepSpeed changes the model, which is collective.
-        go_on = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
+        go_on = state.read(lambda: None if weights_only else checkpoint_folder(engine, load_dir, tag))
         found = load(load_dir, tag, *args, **kwargs)
         if found[0] is None:
             return found
@@ -194,7 +195,7 @@ def _override_checkpoints(engine: Any, state: State) -> None:
             go_on()
         else:
             if not weights_only:
-                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", state.tagged(load_dir, tag))
+                logger.warning(NO_STATE, checkpoint_folder(engine, load_dir, tag))
             state.forget()
         return found
 

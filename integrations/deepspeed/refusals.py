@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,8 @@ from packaging.version import Version
 
 from powersgd_triton.autoload import SECTION, is_section
 from powersgd_triton.comm.nodes import AUTO
-from powersgd_triton.config import RANK_LIMITS, UNSAID, PowerSGDConfig, unlike
+from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig, unknown
+from powersgd_triton.integrations.common import UNSAID, unlike
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.overrides import averaging_method
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
@@ -63,8 +63,7 @@ def read_section(section: Any) -> Section:
     valid: dict[str, Any] = {}
     for key, value in section.items():
         if key not in keys:
-            nearest = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.0)[0]
-            problems.append(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {', '.join(keys)}")
+            problems.append(unknown(key, keys))
         elif key not in OWN_KEYS:
             # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
             try:

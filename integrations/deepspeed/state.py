@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import (
     Traffic,
     averaging_group,
+    checkpoint_folder,
     communicator_of,
     experts_group,
-    traffic_of,
+    is_bf16_optimizer,
     whole_shape,
 )
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
@@ -39,6 +41,12 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 EXPERTS = "powersgd_{group}_{index:02d}_state.pt"
 """One file for the experts of each index in their expert-parallel group, which DeepSpeed names by its size."""
+
+
+Gradients = Mapping[Tensor, Tensor]
+"""{parameter: gradient}."""
+Parts = Mapping[Tensor, tuple[int, Tensor]] | None
+"""{parameter: (first element, tensor that takes the result from there on)}, or None for all of each gradient."""
 
 
 class DeepSpeedState(Handle):
@@ -83,17 +91,8 @@ class DeepSpeedState(Handle):
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.group)
 
     @torch.no_grad()
-    def average(
-        self,
-        gradients: Mapping[Tensor, Tensor],
-        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
-        divisor: float | None = None,
-    ) -> None:
-        """Sum {parameter: gradient} over the workers and divide by ``divisor``. None averages.
-
-        The gradients are contiguous. ``parts`` are {parameter: (first element, tensor that takes the result from there
-        on)}, or None for all.
-        """
+    def average(self, gradients: Gradients, parts: Parts = None, divisor: float | None = None) -> None:
+        """Sum contiguous gradients over the workers and divide by ``divisor``. None averages."""
         if not gradients:
             return
         unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self.names]
@@ -137,10 +136,42 @@ class DeepSpeedState(Handle):
 
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
-        partitions = None if self.parameters is None else self.parameters.bytes_per_step(self.names)
-        own = [parameter for parameter in self._framework.module.parameters() if id(parameter) in self.names]
-        workers = self._communicator.world_size
-        return traffic_of(self._framework, self.config, self._layout(), workers, own, partitions)
+        engine, optimizer, layout = self._framework, self._framework.optimizer, self._layout()
+        stage, bf16_optimizer = int(engine.zero_optimization_stage()), is_bf16_optimizer(optimizer)
+        micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
+        sender = optimizer if stage else engine
+        dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
+        # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
+        once = stage == 3 or (
+            stage in (1, 2)
+            and not bf16_optimizer
+            and engine.zero_reduce_scatter()
+            and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
+        )
+        own = [parameter for parameter in engine.module.parameters() if id(parameter) in self.names]
+        parameters = 0
+        if stage == 3:
+            # Frozen parameters too, in each forward and backward pass.
+            every = sum(math.prod(whole_shape(p)) * p.element_size() for p in own)
+            parameters = 2 * engine.gradient_accumulation_steps() * every
+        elif stage or bf16_optimizer:
+            parameters = sum(p.nbytes for p in own if p.requires_grad)
+        differences = parameters
+        if self.parameters is not None:
+            parameters, differences = self.parameters.bytes_per_step(self.names)
+        # A ring's share of the whole.
+        workers, quantized = self._communicator.world_size, self.config.quantize is not None
+        share = (workers - 1) / workers
+        # Of quantized gradients each worker gets its partition only.
+        times = 1 if quantized and (stage or bf16_optimizer) else 2
+        return Traffic(
+            elements=layout.numel,
+            compressed=sum(segment.numel for segment in (layout.segments if quantized else layout.compressed)),
+            gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
+            factors=share * micro_batches * times * RankReport.of(layout, self.config, {}).bytes_per_step,
+            parameters=share * parameters,
+            differences=share * differences,
+        )
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
@@ -160,22 +191,13 @@ class DeepSpeedState(Handle):
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
-        go_on = self.read(lambda: self.saved_in(folder))
-        if go_on is None:
-            self.begin_without(folder, missing_ok)
-            return None
-        return go_on()
+    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
+        return self.read(lambda: self.saved_in(Path(folder)))
 
-    def saved_in(self, folder: Folder) -> Path:
-        """Return the folder of the state: this one, or the one that DeepSpeed would load from it."""
-        path = Path(folder)
-        return path if (path / self._file()).exists() else self.tagged(path, None) or path
-
-    def begin_without(self, folder: Folder, missing_ok: bool) -> None:
-        """See ``Handle.load``, of a folder without a state."""
-        self._begin_without(Path(folder) / self._file(), missing_ok)
+    def saved_in(self, folder: Path) -> Path:
+        """Return the folder of the state: this one, or the one of the checkpoint that DeepSpeed would load from it."""
+        own = (folder / self._file()).exists()
+        return folder if own else checkpoint_folder(self._framework, folder) or folder
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.
@@ -193,17 +215,6 @@ class DeepSpeedState(Handle):
         # The workers of one pipeline stage compare their states. Then all stages are told.
         found = self._together("load", lambda: compared(self._engine, lambda: (saved, sizes(self.shapes, self.config))))
         return functools.partial(adopt, self._engine, *found)
-
-    def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
-        """Return the folder that DeepSpeed will load. None if it will find nothing."""
-        if tag is None:
-            name = "latest_universal" if self._framework.load_universal_checkpoint() else "latest"
-            latest = Path(load_dir) / name
-            if not latest.is_file():
-                return None
-            tag = latest.read_text().strip()
-        folder = Path(load_dir) / str(tag)
-        return folder if folder.is_dir() else None
 
     def _files(self, folder: Path) -> dict[str, Any] | None:
         """Return the state that a folder has. ValueError if it is damaged, or lost in a universal checkpoint."""

@@ -55,7 +55,7 @@ def apply_powersgd(
     def prepare() -> tuple[dict[str, HybridShardState | FullShardState], Facts, Facts]:
         for unit in (unit for division in divisions for unit in division.units):
             check(unit, replicate_group)
-        averaging = [division for division in divisions if division.averages] or divisions[:1]
+        averaging = [each for each in divisions if dist.get_world_size(each.group) > 1] or divisions[:1]
         left_out = [unit for division in divisions if division not in averaging for unit in division.units]
         # Tensors that FSDP does not shard, as buffers, follow the first replicas.
         rest = {plain_name(name) for name, _ in local_tensors(model)} - {n for each in divisions for n in each.names}
@@ -74,13 +74,12 @@ def apply_powersgd(
                     f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
                     "elements, also of several tensors, share a scale: give rank or compression alone"
                 )
-            states[division.label] = state
+            # Named by its first parameter.
+            states[division.names[0]] = state
         if len(states) > 1:
             check_shared(config)
-        first, left = (
-            next(iter(states.values())),
-            {n: p.sharded_param for u in left_out for n, p in u.parameters.items()},
-        )
+        first = next(iter(states.values()))
+        left = {name: p.sharded_param for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
         first._left = {name: functools.partial(no_error, p) for name, p in left.items() if p.dim() > 1}
         return states, {"averaged together": [each.names for each in averaging]}, {}

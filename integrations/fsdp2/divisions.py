@@ -30,11 +30,6 @@ class Division:
     others: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
 
     @property
-    def label(self) -> str:
-        """The name of its first parameter."""
-        return next(name for unit in self.units for name in unit.named_parameters)
-
-    @property
     def names(self) -> list[str]:
         """The names of its parameters."""
         return [name for unit in self.units for name in unit.named_parameters]
@@ -45,18 +40,11 @@ class Division:
         return self.units[0].replicas is not None
 
     @property
-    def averages(self) -> bool:
-        """Whether there is something to average."""
-        return dist.get_world_size(self.group) > 1
-
-    @property
     def repeats(self) -> bool:
         """Whether workers that do not average with each other hold equal tensors, as with tensor parallelism."""
         workers = math.prod(map(dist.get_world_size, (self.group, *self.others)))
-        return any(self._copies(parts) < workers for unit in self.units for parts in unit.parts())
-
-    def _copies(self, parts: int) -> int:
-        return parts * dist.get_world_size(self.group) if self.hybrid else parts
+        replicas = dist.get_world_size(self.group) if self.hybrid else 1
+        return any(parts * replicas < workers for unit in self.units for parts in unit.parts())
 
     @functools.cached_property
     def communicator(self) -> Communicator:

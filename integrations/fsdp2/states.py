@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import fingerprint
@@ -20,9 +20,11 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
 from powersgd_triton.integrations.fsdp2.divisions import Division
 from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors, unsaved
-from powersgd_triton.integrations.saved_shards import placed
+from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
+from powersgd_triton.ops.reference import note_overflow
+from powersgd_triton.ops.step import Step
 from powersgd_triton.schemes import new_engine
 
 
@@ -35,7 +37,8 @@ class HybridShardState(ShardedHandle):
 
     def __init__(self, model: nn.Module, config: PowerSGDConfig, division: Division, names: set[str]) -> None:
         units, communicator = division.units, division.communicator
-        super().__init__(new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units)))
+        engine = new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
+        super().__init__(engine, functools.partial(part_of, units))
         self._model, self._units, self._equal = model, units, False
         self._shared = names
         # Sums of micro-batches that have not been averaged yet.
@@ -46,9 +49,7 @@ class HybridShardState(ShardedHandle):
         self.make_replicas_equal()
         for unit in self._units:
             unit.take_over_all_reduce()
-            hook = functools.partial(self._all_reduce, unit)
-            unit.replace("_all_reduce_hook", hook)
-            unit.guard("_all_reduce_hook", hook)
+            unit.replace("_all_reduce_hook", functools.partial(self._all_reduce, unit))
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
@@ -89,14 +90,6 @@ class HybridShardState(ShardedHandle):
     def _tensors(self) -> dict[str, Tensor]:
         """Return {name: this worker's part} of the parameters and buffers that replicas have in common."""
         return {name: tensor for name, tensor in local_tensors(self._model) if plain_name(name) in self._shared}
-
-    def _place(self, name: str, error: Tensor) -> DTensor:
-        parameter: DTensor = parameter_of(self._units, name).sharded_param
-        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
-        # Without the padding that makes shards equal.
-        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
-        shape = real_shape(parameter.shape, parameter.dtype)
-        return placed(local, parameter.device_mesh, parameter.placements, shape)
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         go_on = super()._loading(state_dict, **options)
@@ -153,7 +146,7 @@ class HybridShardState(ShardedHandle):
         if buffer is not output:
             output.copy_(buffer)
         if output.dtype != buffer.dtype or divided:
-            self._note_overflow(output)
+            check_range(self._step, output)
 
 
 def refuse_unequal(names: list[str]) -> None:
@@ -173,39 +166,16 @@ class FullShardState(WholeHandle):
     def __init__(self, config: PowerSGDConfig, division: Division) -> None:
         units, communicator = division.units, division.communicator
         engine = new_engine(config, communicator, lambda: shapes(units, padded=False), buckets=len(units))
-        super().__init__(engine, units[0].parameter_group.mesh_info.mesh)
+        mesh = units[0].parameter_group.mesh_info.mesh
+        super().__init__(engine, mesh, functools.partial(part_of, units, workers=mesh))
         self._units = units
 
     def _take_over(self) -> None:
         """Make FSDP call this state. Collective."""
         self.use_own_group()
         for unit in self._units:
-            reduce_scatter: Any = CustomReduceScatter(self, unit)
-            unit.replace("_reduce_scatter_comm", reduce_scatter)
             # FSDP has nothing to reduce-scatter on one worker.
-            if self._workers > 1:
-                unit.guard("_reduce_scatter_comm", reduce_scatter)
-
-    def _place(self, name: str, error: Tensor) -> DTensor:
-        found = parameter_of(self._units, name)
-        parameter, dim = found.sharded_param, found.fsdp_placement.dim
-        whole = error.view(real_shape(found._orig_size, parameter.dtype))
-        size = -(-whole.shape[dim] // self._workers)
-        first, behind = (min(index * size, whole.shape[dim]) for index in (self._worker, self._worker + 1))
-        # A copy, since torch.save() does not take a DTensor whose part is a view.
-        own = whole.narrow(dim, first, behind - first).to(parameter.device_mesh.device_type, copy=True).contiguous()
-        shape = real_shape(parameter.shape, parameter.dtype)
-        return placed(own, parameter.device_mesh, parameter.placements, shape)
-
-    def _fetched(self, name: str, error: DTensor) -> Tensor:
-        # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
-        dim, own = parameter_of(self._units, name).fsdp_placement.dim, error.to_local()
-        shape = next(shapes[name] for shapes in (u.shapes(padded=True) for u in self._units) if name in shapes)
-        padded = own.new_zeros(shape)
-        padded.narrow(dim, 0, own.shape[dim]).copy_(own)
-        parts = [torch.empty_like(padded) for _ in range(self._workers)]
-        dist.all_gather(parts, padded, group=self._communicator.group)
-        return torch.cat(parts, dim).narrow(dim, 0, self._engine.tensors()[name][dim])
+            unit.replace("_reduce_scatter_comm", CustomReduceScatter(self, unit), guarded=self._workers > 1)
 
 
 class CustomReduceScatter:
@@ -261,7 +231,15 @@ class CustomReduceScatter:
         for mine, average in cut:
             mine.copy_(average)
         if op == dist.ReduceOp.SUM:
-            state._note_overflow(output.mul_(state._workers))
+            check_range(state._step, output.mul_(state._workers))
+
+
+def check_range(step: Step, averages: Tensor) -> None:
+    """Set a step's verdict to 0 if averages that were changed after they were written do not fit their dtype."""
+    overflow = step.overflow(averages.device)
+    # Only fp16 has a smaller range than the factors.
+    if overflow is not None and averages.dtype == torch.float16:
+        note_overflow(averages, overflow)
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
@@ -269,6 +247,11 @@ def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
 
 
-def parameter_of(units: list[Unit], name: str) -> Any:
-    """Return FSDP's object for a trainable parameter."""
-    return next(unit.parameters[name] for unit in units if name in unit.parameters)
+def part_of(units: list[Unit], name: str, workers: DeviceMesh | None = None) -> Part:
+    """Return this worker's part of the error of its padded shard, or of a whole that is sharded over ``workers``."""
+    found = next(unit.parameters[name] for unit in units if name in unit.parameters)
+    parameter, dim = found.sharded_param, found.fsdp_placement.dim
+    sizes = [real_shape(shape, parameter.dtype) for shape in (parameter.to_local().shape, found._orig_size)]
+    first, length = (0, sizes[0][dim]) if workers is None else cut(sizes[1][dim], workers)
+    shape = real_shape(parameter.shape, parameter.dtype)
+    return Part(dim, first, length, parameter.device_mesh, parameter.placements, shape)

@@ -94,12 +94,10 @@ class Unit:
 
         return isinstance(self.parameter_group.mesh_info, DDPMeshInfo)
 
-    def replace(self, attribute: str, ours: Any) -> None:
-        """Make FSDP call ``ours``. Not by a method of the module: these refuse several parameter groups."""
+    def replace(self, attribute: str, ours: Any, *, guarded: bool = True) -> None:
+        """Make FSDP call ``ours``. If a backward pass writes gradients without doing so, that is an error."""
+        # Not by a method of the module: these refuse several parameter groups.
         setattr(self.parameter_group, attribute, ours)
-
-    def guard(self, attribute: str, ours: Any) -> None:
-        """Raise an error in a backward pass that writes gradients of the unit without having called ``ours``."""
         original = self.parameter_group.post_backward
 
         @functools.wraps(original)
@@ -121,7 +119,8 @@ class Unit:
                 f"{attribute.strip('_').replace('_', ' ')}: {what}. Let no other library, such as torchft, average them"
             )
 
-        self.parameter_group.post_backward = torch.compiler.disable(post_backward)
+        if guarded:
+            self.parameter_group.post_backward = torch.compiler.disable(post_backward)
 
     def _versions(self) -> list[int | None]:
         """Return a number for each sharded gradient, which changes when FSDP writes or adds to it."""

@@ -22,6 +22,7 @@ from tests.support.training import LIMIT, relative, total
 STEPS = 4
 FULL: dict[str, Any] = {"rank": 99, "min_compression_rate": 0}
 LOW: dict[str, Any] = {"rank": 2, "min_compression_rate": 1}
+INT2: dict[str, Any] = {"quantize": "int2"}
 INT4: dict[str, Any] = {"rank": 4, "algorithm": "alternating", "wire_dtype": "int4"}
 
 
@@ -90,14 +91,14 @@ def in_fsdp2(worker: int, world_size: int) -> None:
     for shape in ((2, 1), (1, 2)):
         mesh = hybrid_mesh(*shape)
         made: list[tuple[Any, Any]] = []
-        for settings in (None, FULL, LOW, LOW):
+        for settings in (None, FULL, LOW, LOW, INT2, INT2):
             # FSDP wants one dtype in a unit, and no scalars.
             model = Waves(dtype, scalar=(1,))
             for unit in (model.real, model):
                 fully_shard(unit, mesh=mesh["shard"])
             group = mesh["replicate"].get_group() if shape == (2, 1) and settings else None
             made.append((model, apply_powersgd(model, PowerSGDConfig(**settings), group) if settings else None))
-        (native, _), (full, _), (first, state), (second, resumed) = made
+        (native, _), (full, _), (first, state), (second, resumed), (third, sent), (_, begun) = made
         if shape == (2, 1):
             native = DistributedDataParallel(Waves(dtype, scalar=(1,)))
         check_equal(steps(full, full, worker, dtype), steps(native, native, worker, dtype))
@@ -106,6 +107,12 @@ def in_fsdp2(worker: int, world_size: int) -> None:
         check_equal(steps(second, second, worker, dtype), steps(first, first, worker, dtype))
         shapes = {name: tuple(error.shape) for name, error in resumed.state_dict()["error"].items()}
         assert shapes == {"first.weight": (13, 18), "second.weight": (7, 26), "real.weight": (8, 7)}
+        # Vectors of an odd number of complex elements have errors too.
+        steps(third, third, worker, dtype)
+        begun.load_state_dict(sent.state_dict())
+        errors = {name: total(error) / 2 for name, error in sent.error().items()}
+        assert errors["first.bias"].numel() == 26
+        assert all(relative(begun.error()[name], error) <= LIMIT for name, error in errors.items())
 
 
 def in_a_loop(worker: int, world_size: int) -> None:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.config import ALGORITHMS
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.matrices import Size, compressed_rank, matrix_size
 
@@ -69,7 +68,7 @@ def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch:
     assert layout.sent_numel(PowerSGDConfig(), 0) == p_end + q_end == sent
     turns = [layout.sent_numel(PowerSGDConfig(algorithm="alternating"), iteration) for iteration in (0, 1, 2)]
     assert turns == [layout.bypass_numel + numel for numel in (layout.q_numel, layout.p_numel, layout.q_numel)]
-    twice = [layout.sent_numel(PowerSGDConfig(algorithm=name, iterations=2), 1) for name in ALGORITHMS]
+    twice = [layout.sent_numel(PowerSGDConfig(algorithm=name, iterations=2), 1) for name in ("standard", "alternating")]
     assert twice == [layout.bypass_numel + times * (layout.p_numel + layout.q_numel) for times in (2, 1)]
 
     # Each tensor is compressed in one group or a bypass tensor.
