@@ -6,7 +6,6 @@ of each at a time, [groups, parts, elements]. Byte j of a group holds element j 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.rounding_device import noise_of, rounded_code, value_of
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
 from powersgd_triton.layout import constants
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
 GROUPS = 16
@@ -242,17 +242,10 @@ def note_infinite_triton(bits: Tensor, verdict: Tensor) -> None:
         )
 
 
-def encode_triton(
-    target: Tensor,
-    base: Tensor | None,
-    width: WireFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
+@of_fields(Encoding)
+def encode_triton(task: Encoding) -> None:
+    """out = scales and codes of target − base, with the bits of ``encode_reference``."""
+    target, base, width, out, subtract, each, seed, terms = task
     numel = target.numel()
     each = each or numel
     codes, size = width.difference_bytes(each)
@@ -269,15 +262,10 @@ def encode_triton(
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 
-def apply_triton(
-    content: Tensor,
-    width: WireFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
-    """base += codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
+@of_fields(Decoding)
+def apply_triton(task: Decoding) -> None:
+    """base += codes · (scales · weight), with the bits of ``apply_reference``."""
+    content, width, base, weight, each, fresh = task
     copies, numel = base.shape
     codes, size = width.difference_bytes(each or numel)
     if numel:

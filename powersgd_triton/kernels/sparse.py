@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits
 from powersgd_triton.layout import sparse_format
-from powersgd_triton.layout.sparse_format import SparseFormat
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 
 CHUNK = tl.constexpr(sparse_format.CHUNK)
 WARPS = 8
@@ -143,17 +140,10 @@ def _apply_sparse_kernel(
             tl.store(base + place, _round(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)
 
 
-def encode_sparse_triton(
-    target: Tensor,
-    _base: None,
-    width: SparseFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    _seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out = scales, signs and places, with the arguments and the bits of ``encode_sparse_reference``."""
+@of_fields(Encoding)
+def encode_sparse_triton(task: Encoding) -> None:
+    """out = scales, signs and places, with the bits of ``encode_sparse_reference``."""
+    target, _, width, out, subtract, each, _, terms = task
     numel = target.numel()
     each = each or numel
     if terms is not None:
@@ -168,15 +158,10 @@ def encode_sparse_triton(
         )  # fmt: skip
 
 
-def apply_sparse_triton(
-    content: Tensor,
-    width: SparseFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
-    """base += signs · (scales · weight), with the arguments and the bits of ``apply_sparse_reference``."""
+@of_fields(Decoding)
+def apply_sparse_triton(task: Decoding) -> None:
+    """base += signs · (scales · weight), with the bits of ``apply_sparse_reference``."""
+    content, width, base, weight, each, fresh = task
     copies, numel = base.shape
     if numel:
         offset, size = width.difference_bytes(each or numel)
