@@ -41,7 +41,6 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """Device of the gradients."""
         return next(iter(self.gradients.values())).device
 
 

@@ -55,7 +55,6 @@ class ShapeGroup:
 
     @property
     def counts(self) -> list[int]:
-        """Number of matrices of each tensor."""
         return [segment.batch for segment in self.segments]
 
 

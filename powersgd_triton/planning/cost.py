@@ -56,7 +56,6 @@ class Network:
 
     @property
     def node(self) -> Network:
-        """One node alone."""
         return dataclasses.replace(self, nodes=1)
 
     @property
