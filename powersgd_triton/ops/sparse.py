@@ -25,7 +25,7 @@ def encode_sparse_reference(task: Encoding) -> None:
     width: SparseFormat = task.width
     for own, _, out in task.messages():
         scales, codes = _views(out, width, len(own), task.each)
-        x = _chunks(own.float())
+        x = torch.nn.functional.pad(own.float(), (0, -len(own) % CHUNK)).view(-1, CHUNK)
         magnitude = x.view(torch.int32) & 0x7FFFFFFF
         finite = magnitude.amax(1, keepdim=True) < INFINITE_BF16 << 16
         # All different, and larger for the first of equal magnitudes.
@@ -69,10 +69,6 @@ def _views(content: Tensor, width: SparseFormat, numel: int, each: int | None) -
     chunks, (offset, _) = -(-numel // CHUNK), width.difference_bytes(each or numel)
     scales = content[: SCALE_BYTES * chunks].view(torch.bfloat16).view(chunks, 1)
     return scales, content[offset:][: chunks * width.chunk_bytes].view(chunks, width.chunk_bytes)
-
-
-def _chunks(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -len(x) % CHUNK)).view(-1, CHUNK)
 
 
 def _spread(places: Tensor, values: Tensor, fill: float = 0.0) -> Tensor:
