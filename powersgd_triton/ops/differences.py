@@ -11,13 +11,15 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, INFINITE_BF16, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
-from powersgd_triton.ops.noise import random_numbers, starts_of_spans
+from powersgd_triton.ops.orthogonalize import mix
 from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
@@ -250,3 +252,24 @@ def _spans(
         return [(part, None, codes) for part, codes in zip(parts, bytes_, strict=True)]
     scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     return list(zip(parts, scales.split(span // BLOCK), bytes_, strict=True))
+
+
+# Random numbers of stochastic rounding: the same ones on all devices.
+
+
+def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
+    """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
+    starts: Tensor = mix(mix(torch.arange(spans) + (part % 4096 << 20)) ^ seed) % PERIOD
+    return starts
+
+
+@functools.cache
+def random_numbers(device: torch.device, mantissa: bool) -> Tensor:
+    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32; or 2⁻¹⁶ times them from 128 on, fp32."""
+    x = torch.arange(PERIOD, dtype=torch.int32)
+    # A permutation: each operation is one to one on 16 bits.
+    for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
+        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
+    x = torch.cat([x, x]).to(device)
+    # Sums with codes have 16 bits behind the point: quotients are rounded to these, not cut.
+    return x if mantissa else x * 2.0**-16 + 128

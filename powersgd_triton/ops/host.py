@@ -15,8 +15,7 @@ from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
-from powersgd_triton.ops.differences import apply_reference, encode_reference
-from powersgd_triton.ops.noise import starts_of_spans
+from powersgd_triton.ops.differences import apply_reference, encode_reference, starts_of_spans
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 
 FORMATS = ("int4", "int8", "fp8", "bf16")

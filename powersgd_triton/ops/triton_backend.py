@@ -25,13 +25,12 @@ from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup
 from powersgd_triton.layout.matrices import products
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ops.backend import Message
+from powersgd_triton.ops.backend import Message, Workspace
 from powersgd_triton.ops.bucket import Bucket, keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.ops.workspace import Workspace
 
 
 class TritonBackend:
