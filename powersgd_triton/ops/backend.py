@@ -32,8 +32,28 @@ STAGES = ("orthogonalize_bases", "project", "backproject", "commit", "reconstruc
 """The methods of a backend that compute a step."""
 
 
-class Backend(Protocol):
+Ranges = Mapping[str, tuple[int, Tensor]]
+"""{name: (first element, flat tensor that takes the elements from there on)}."""
+
+
+class Average(Protocol):
+    """The average of one bucket, in the form in which a scheme has it."""
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        """Write it to {name: contiguous tensor} of any float dtype.
+
+        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
+        """
+
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+        """Write parts of it, of some of the tensors: a worker's shard."""
+
+
+class Backend(Average, Protocol):
     """The stages of a step on one bucket, in the order in which ``LowRank.average`` calls them.
+
+    In the end it is the average: Ĝ, of which it computes only rows that overlap with ranges, and the bypass tensors'
+    means.
 
     Gradients are {name: contiguous tensor} with all of the layout's tensors. ``repetition`` counts from 0 to
     ``config.iterations`` − 1. Each repetition works on what the previous ones left over.
@@ -55,18 +75,6 @@ class Backend(Protocol):
 
         The last repetition sets the bucket's ``product`` and ``average``. If a sum of the step is not finite, M gets
         back what it had, the bases stay, the average becomes NaN and the step's verdict 0.
-        """
-
-    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """Write Ĝ and the means of the bypass tensors to ``out``, in any float dtype.
-
-        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
-        """
-
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-        """Write elements [start, start + numel) of the flat Ĝ, or of a bypass tensor's mean: a worker's shard.
-
-        ``out`` is {name: (start, flat tensor)} for some of the tensors. Only rows that overlap with it are computed.
         """
 
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:

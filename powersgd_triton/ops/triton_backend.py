@@ -25,7 +25,7 @@ from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup
 from powersgd_triton.layout.matrices import products
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ops.backend import Message, Workspace
+from powersgd_triton.ops.backend import Message, Ranges, Workspace
 from powersgd_triton.ops.bucket import Bucket, keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
@@ -175,7 +175,7 @@ class TritonBackend:
         else:
             TorchBackend(self.bucket).reconstruct(out, overflow)
 
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         places = {name: (start, target.numel()) for name, (start, target) in out.items() if target.numel()}
         if not _one_dtype(out[name][1] for name in places):
             TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
