@@ -128,7 +128,7 @@ def _launches(
             table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=verdict
         )  # fmt: skip
         if factors_too:
-            pack.average_triton(table, table.pack_Q, factor, G, factor, 2, flag, own=factor, message=factor)
+            pack.pack_triton(table.pack_Q, factor, G, flag, own=factor, message=factor, workers=2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=wide, finite=flag, out=factor,

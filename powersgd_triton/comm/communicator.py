@@ -68,7 +68,6 @@ class Communicator:
 
     @property
     def index(self) -> int:
-        """Index of this worker in the group."""
         return dist.get_rank(self.group) if self._ready else 0
 
     @property

@@ -15,11 +15,10 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import STAGES, Backend
+from powersgd_triton.ops.backend import Average as Average
+from powersgd_triton.ops.backend import Ranges as Ranges
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ops.step import Step
-
-Ranges = Mapping[str, tuple[int, Tensor]]
-"""{name: (first element, flat tensor that takes the elements from there on)}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +40,7 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """Device of the gradients."""
         return next(iter(self.gradients.values())).device
-
-
-class Average(Protocol):
-    """The average of one bucket, in the form in which a scheme has it."""
-
-    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """Write it to {name: contiguous tensor} of any float dtype.
-
-        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
-        """
-
-    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
-        """Write parts of it."""
 
 
 class Scheme(Protocol):

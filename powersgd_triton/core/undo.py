@@ -34,7 +34,6 @@ class Undo(Listener):
         return watched(task, lambda _: None, after)
 
     def begin(self) -> None:
-        """Begin a step."""
         self._ended = self._engine.step.ended
         self._added.clear()
 

@@ -6,7 +6,6 @@ of each at a time, [groups, parts, elements]. Byte j of a group holds element j 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.rounding_device import noise_of, rounded_code, value_of
+from powersgd_triton.kernels.rounding_device import finite_or_zero, noise_of, round_to, rounded_code, value_of
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
 from powersgd_triton.layout import constants
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
 GROUPS = 16
@@ -47,13 +47,6 @@ def _places(block, numel, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _finite(x):
-    """x in fp32, and 0 instead of what is not finite."""
-    x = x.to(tl.float32)
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
 def _sum(x, GROUPS: tl.constexpr):
     """Sums of [GROUPS, 1, 128]: of neighbours, then of neighbours among these sums, and so on."""
     for k in tl.static_range(7):
@@ -72,15 +65,6 @@ def _ternary(x, counts, GROUPS: tl.constexpr):
     scale = tl.div_rn(_sum(tl.where(kept, magnitude, 0.0), GROUPS), number.to(tl.float32)) * 128
     # A larger mean would be infinite in bf16.
     return tl.where(zero < float("inf"), tl.minimum(scale, LARGEST), float("inf")), zero[:, None, None]
-
-
-@triton.jit
-def _store(pointers, x, ok):
-    """Store fp32 values, rounded to nearest."""
-    if pointers.dtype.element_ty == tl.bfloat16:
-        # Triton's interpreter truncates where GPUs round.
-        x = bf16_bits(x).to(tl.bfloat16, bitcast=True)
-    tl.store(pointers, x.to(pointers.dtype.element_ty), ok)
 
 
 @triton.jit
@@ -124,7 +108,7 @@ def _encode_difference_kernel(
             own = _as_stored(own + tl.load(other + place, ok, 0.0).to(tl.float32), target.dtype.element_ty)
         x = own
         if base is not None:
-            x -= _finite(tl.load(base + place, ok, 0.0))
+            x -= finite_or_zero(tl.load(base + place, ok, 0.0))
         noise = seed
         if seed is not None:
             # Programs divide spans.
@@ -161,7 +145,8 @@ def _encode_difference_kernel(
         both += tl.sum(code << shift[None, :, None], axis=1) * digit
         digit *= NUMBERS
         if SUBTRACT:
-            _store(target + place, own - value_of(code, scale, NUMBERS, MANTISSA), ok)
+            left = own - value_of(code, scale, NUMBERS, MANTISSA)
+            tl.store(target + place, round_to(left, target.dtype.element_ty), ok)
     byte = group[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
     tl.store(codes + byte, both.to(codes.dtype.element_ty), some[:, None])
 
@@ -189,7 +174,7 @@ def _apply_difference_kernel(
         block = group * BLOCKS + k
         place, ok, _ = _places(block, numel, PARTS)
         # Loaded in any case, so that what is added has the layout of base. −0 changes no number that is added.
-        x = _finite(tl.load(base + place, ok & (fresh == 0), -0.0))
+        x = finite_or_zero(tl.load(base + place, ok & (fresh == 0), -0.0))
         message_scales, message_codes = scales, codes
         for _ in range(messages):
             scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
@@ -242,17 +227,10 @@ def note_infinite_triton(bits: Tensor, verdict: Tensor) -> None:
         )
 
 
-def encode_triton(
-    target: Tensor,
-    base: Tensor | None,
-    width: WireFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
+@of_fields(Encoding)
+def encode_triton(task: Encoding) -> None:
+    """out = scales and codes of target − base, with the bits of ``encode_reference``."""
+    target, base, width, out, subtract, each, seed, terms = task
     numel = target.numel()
     each = each or numel
     codes, size = width.difference_bytes(each)
@@ -269,15 +247,10 @@ def encode_triton(
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 
-def apply_triton(
-    content: Tensor,
-    width: WireFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
-    """base += codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
+@of_fields(Decoding)
+def apply_triton(task: Decoding) -> None:
+    """base += codes · (scales · weight), with the bits of ``apply_reference``."""
+    content, width, base, weight, each, fresh = task
     copies, numel = base.shape
     codes, size = width.difference_bytes(each or numel)
     if numel:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.launcher import ELEMENTS, run
-from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
+from powersgd_triton.kernels.table import COPY_BLOCK, Pointers
 from powersgd_triton.kernels.table_device import pack_entry, pointer_to, tensor_address
 
 
@@ -47,42 +47,23 @@ def _pack_kernel(
 
 
 def pack_triton(
-    entries: Tensor, parts: Tensor, G: Pointers, finite: Tensor, *, own: Tensor | None, message: Tensor
-) -> None:
+    entries: Tensor, parts: Tensor, G: Pointers, finite: Tensor, *, own: Tensor | None, message: Tensor,
+    bypass: Tensor | None = None, workers: int = 0,
+) -> None:  # fmt: skip
     """message = [sums of the parts | bypass tensors], own = the sums of the parts, finite = 1.
 
     ``entries`` is the table ``pack_P`` or ``pack_left``, and G has matrices and bypass tensors. Others are fp32, but
     ``finite`` is an int32 scalar on the device.
+
+    With ``workers``, the bypass tensors were packed before, and are those of ``bypass`` (default: of the message),
+    summed over so many workers. They become means, and ``finite`` becomes 0 if one is not finite. G is not read.
+    ``pack_Q`` has the bypass tensors of the message of P.
     """
     if len(entries):
-        _launch(entries, len(entries), parts, G, own, message, message, finite)
-    else:
-        finite.fill_(1)
-
-
-def average_triton(
-    table: BucketTable, entries: Tensor, parts: Tensor, G: Pointers, first: Tensor, workers: int, finite: Tensor, *,
-    own: Tensor | None = None, message: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Turn the bypass tensors in ``first`` into means; message = own = the sums of the parts of Q, if given.
-
-    ``first`` is the step's first message, summed over so many workers. ``finite`` becomes 0 if the sum of a bypass
-    tensor is not finite. ``G`` is not read. Other arguments are those of ``pack_triton``.
-    """
-    if message is None:
-        _launch(entries, table.bypass_programs, parts, G, own, first, first, finite, workers)
-    else:
-        _launch(entries, len(entries), parts, G, own, message, first, finite, workers)
-
-
-def _launch(
-    entries: Tensor, programs: int, parts: Tensor, G: Pointers, own: Tensor | None, message: Tensor, bypass: Tensor,
-    finite: Tensor, workers: int = 0,
-) -> None:  # fmt: skip
-    """Launch the kernel. Bypass tensors become means of so many ``workers``, or are copied from G if there are 0."""
-    if programs:
         target, flags = message if own is None else own, (int(own is not None), int(workers > 0), float(workers))
         run(
-            _pack_kernel, (programs,), NUMERICS, parts, G.base, G.distances, target, message, bypass, finite, entries,
-            *flags, G_TYPE=ELEMENTS[G.dtype], BLOCK=COPY_BLOCK,
+            _pack_kernel, (len(entries),), NUMERICS, parts, G.base, G.distances, target, message,
+            message if bypass is None else bypass, finite, entries, *flags, G_TYPE=ELEMENTS[G.dtype], BLOCK=COPY_BLOCK,
         )  # fmt: skip
+    elif not workers:
+        finite.fill_(1)

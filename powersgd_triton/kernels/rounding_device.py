@@ -1,4 +1,4 @@
-"""Device functions that round elements of flat tensors to codes, stochastically or not: the reference's bits."""
+"""Device functions that round elements of flat tensors, to codes stochastically or not: the reference's bits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ LARGEST = tl.constexpr(LARGEST_BF16)
 SHIFT = tl.constexpr(constants.E4M3_SHIFT)
 EXPONENT = tl.constexpr(constants.E4M3_EXPONENT)
 MULTIPLES = tl.constexpr(constants.E4M3_MULTIPLES)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """x in fp32, and 0 instead of what is not finite."""
+    x = x.to(tl.float32)
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 values in a dtype, rounded to nearest: Triton's interpreter truncates where GPUs round to bf16."""
+    if dtype == tl.bfloat16:
+        return bf16_bits(x).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.rounding_device import finite_or_zero, round_to
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits
 from powersgd_triton.layout import sparse_format
-from powersgd_triton.layout.sparse_format import SparseFormat
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 
 CHUNK = tl.constexpr(sparse_format.CHUNK)
 WARPS = 8
 LARGEST = tl.constexpr(0x7F7F)
 INFINITE = tl.constexpr(0x7F800000)
-
-
-@triton.jit
-def _finite(x):
-    """x in fp32, and 0 instead of what is not finite."""
-    x = x.to(tl.float32)
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
-def _round(x, dtype: tl.constexpr):
-    """fp32 values in a dtype, rounded to nearest: Triton's interpreter truncates where GPUs round to bf16."""
-    if dtype == tl.bfloat16:
-        return bf16_bits(x).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -101,7 +84,7 @@ def _encode_sparse_kernel(
             scale = from_bf16_bits(bits)
             left = tl.where(sent, x - tl.where(negative, -scale, scale), x)
             left = tl.where(finite, left, float("nan"))
-            tl.store(target + place, _round(left, target.dtype.element_ty), place < count)
+            tl.store(target + place, round_to(left, target.dtype.element_ty), place < count)
 
 
 @triton.jit(do_not_specialize=["fresh"])
@@ -118,8 +101,8 @@ def _apply_sparse_kernel(
     dtype: tl.constexpr = base.dtype.element_ty
     place = tl.arange(0, CHUNK)
     ok = place < numel - chunk * CHUNK
-    before = tl.where(fresh == 0, _finite(tl.load(base + place, ok & (fresh == 0), 0.0)), 0.0)
-    tl.store(base + place, _round(before, dtype), ok)
+    before = tl.where(fresh == 0, finite_or_zero(tl.load(base + place, ok & (fresh == 0), 0.0)), 0.0)
+    tl.store(base + place, round_to(before, dtype), ok)
     unary = tl.arange(0, triton.next_power_of_2(UNARY))
     for message in range(messages):
         own = content + (copy + message) * size
@@ -138,22 +121,15 @@ def _apply_sparse_kernel(
         x = tl.load(base + found, one > 0, 0.0).to(tl.float32) + tl.where(sign > 0, -scale, scale)
         # Where few lanes are in use, several threads have read an element that one of them writes.
         tl.debug_barrier()
-        tl.store(base + found, _round(x, dtype), one > 0)
+        tl.store(base + found, round_to(x, dtype), one > 0)
         if scale != scale:
-            tl.store(base + place, _round(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)
+            tl.store(base + place, round_to(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)
 
 
-def encode_sparse_triton(
-    target: Tensor,
-    _base: None,
-    width: SparseFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    _seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out = scales, signs and places, with the arguments and the bits of ``encode_sparse_reference``."""
+@of_fields(Encoding)
+def encode_sparse_triton(task: Encoding) -> None:
+    """out = scales, signs and places, with the bits of ``encode_sparse_reference``."""
+    target, _, width, out, subtract, each, _, terms = task
     numel = target.numel()
     each = each or numel
     if terms is not None:
@@ -168,15 +144,10 @@ def encode_sparse_triton(
         )  # fmt: skip
 
 
-def apply_sparse_triton(
-    content: Tensor,
-    width: SparseFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
-    """base += signs · (scales · weight), with the arguments and the bits of ``apply_sparse_reference``."""
+@of_fields(Decoding)
+def apply_sparse_triton(task: Decoding) -> None:
+    """base += signs · (scales · weight), with the bits of ``apply_sparse_reference``."""
+    content, width, base, weight, each, fresh = task
     copies, numel = base.shape
     if numel:
         offset, size = width.difference_bytes(each or numel)

@@ -26,26 +26,17 @@ from powersgd_triton.kernels.table_device import (
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
 
-COPY_BLOCK = 1024
-"""Elements of a message that one program packs."""
+COPY_BLOCK, ROLLBACK_BLOCK = 1024, 1 << 16
+"""Elements of a message that one program packs, and of an error buffer that one restores after a non-finite step."""
 
-ROLLBACK_BLOCK = 1 << 16
-"""Elements of an error buffer that one program restores after a step that was not finite."""
-
-MAX_CHUNKS = 64
-"""One program adds the inner products of all chunks of a factor, so these must stay few."""
+CHUNK_ROWS, MAX_CHUNKS = 64, 64
+"""Rows of a factor's chunk are a multiple of the first. One program adds the inner products of all, so they are few."""
 
 MAX_SHARES = 64
 """Programs among which a chunk is divided at most: each chunk has as many, and most need few."""
 
-CHUNK_ROWS = 64
-"""Rows of a factor's chunk are a multiple of this."""
-
-POINTERS = 8
-"""Number of sets of tensors whose places are remembered."""
-
-SPARES = 4
-"""Number of such sets that may be new in captures of CUDA graphs, one after the other."""
+POINTERS, SPARES = 8, 4
+"""Sets of tensors whose places are remembered, and such that may be new in captures of CUDA graphs, one by one."""
 
 
 class Matrix(NamedTuple):
@@ -199,7 +190,7 @@ class BucketTable:
         key = dtype, base % dtype.itemsize, distances
         known = self._distances.pop(key, None)
         if known is None:
-            known = self._upload(tensors, distances, base, bypass)
+            known = self._upload(tensors, dtype, distances, base, bypass)
             if len(self._distances) >= POINTERS:
                 self._distances.pop(next(iter(self._distances)))
         self._distances[key] = known  # last in the dictionary: what was not used for longest is first
@@ -210,13 +201,12 @@ class BucketTable:
         return Pointers(dtype, base, known[0])
 
     def _upload(
-        self, tensors: Sequence[Tensor], distances: Sequence[int], base: int, bypass: bool
+        self, tensors: Sequence[Tensor], dtype: torch.dtype, distances: Sequence[int], base: int, bypass: bool
     ) -> tuple[Tensor, Tensor]:
         """Check the tensors and upload how far they lie from the first one."""
         sizes = self._sizes + ([(numel, 1) for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
-        dtype = tensors[0].dtype if tensors else torch.float32
         for index, (tensor, (each, count)) in enumerate(zip(tensors, sizes, strict=True)):
             if tensor.dtype not in DTYPES or tensor.dtype != dtype:
                 raise TypeError(f"tensors must all be float32, bfloat16 or float16; number {index} is {tensor.dtype}")

@@ -1,1 +1,1 @@
-"""Layouts, in integers only: which tensors are compressed, their matrix shapes, and all offsets."""
+"""Layouts: which tensors are compressed, their matrix shapes, all offsets, formats, and what codecs are given."""

@@ -15,32 +15,23 @@ from powersgd_triton.layout.matrices import Size, Tensors, flat_format, products
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One tensor in the flat buffer, as matrices from ``offset`` on. A bypass tensor has rank 0."""
+    """One tensor in the flat buffer, as ``batch`` n × m matrices from ``offset`` on. A bypass tensor has rank 0."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    size: Size
+    n: int
+    m: int
+    rank: int
+    batch: int
 
     @property
-    def n(self) -> int:
-        return self.size.n
-
-    @property
-    def m(self) -> int:
-        return self.size.m
-
-    @property
-    def rank(self) -> int:
-        return self.size.rank
-
-    @property
-    def batch(self) -> int:
-        return self.size.batch
+    def size(self) -> Size:
+        return Size(self.n, self.m, self.rank, self.batch)
 
     @property
     def rows(self) -> int:
-        return self.size.rows
+        return self.batch * self.n
 
     @property
     def numel(self) -> int:
@@ -64,7 +55,6 @@ class ShapeGroup:
 
     @property
     def counts(self) -> list[int]:
-        """Number of matrices of each tensor."""
         return [segment.batch for segment in self.segments]
 
 
@@ -86,7 +76,7 @@ class Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
         # A user's functions, which may fail on one worker, are called only for what is compressed.
         found = sizes(shapes, config) if compress else {n: Size(1, math.prod(shape)) for n, shape in shapes.items()}
-        segments = [Segment(name, tuple(shapes[name]), 0, size) for name, size in found.items()]
+        segments = [Segment(name, tuple(shapes[name]), 0, *size) for name, size in found.items()]
         return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.whole_format is not None)
 
     @classmethod
@@ -97,9 +87,7 @@ class Layout:
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
-        segments = tuple(
-            dataclasses.replace(s, size=s.size._replace(rank=ranks(s))) if s.rank else s for s in self.segments
-        )
+        segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
         return self if segments == self.segments else dataclasses.replace(self, segments=segments)
 
     @functools.cached_property
@@ -234,9 +222,8 @@ class RowPartition:
                 first, end = self.rows(segment)[worker]
                 if first < end:
                     whole, height = end - first == segment.rows, group.n if segment.batch > 1 else end - first
-                    size = Size(height, group.m, group.rank, (end - first) // height)
-                    offset = segment.offset + first * group.m
-                    piece = Segment(segment.name, (end - first, group.m), offset, size)
+                    place = (end - first, group.m), segment.offset + first * group.m
+                    piece = Segment(segment.name, *place, height, group.m, group.rank, (end - first) // height)
                     if whole and continues:
                         found[-1] = dataclasses.replace(found[-1], segments=(*found[-1].segments, piece))
                     else:

@@ -32,7 +32,6 @@ class Size(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of all matrices."""
         return self.batch * self.n
 
 

@@ -53,11 +53,9 @@ class SparseFormat:
         return (self.chunk_bytes + SCALE_BYTES) / CHUNK
 
     def checked_bytes(self, numel: int) -> int:
-        """See ``WireFormat.checked_bytes``."""
         return SCALE_BYTES * -(-numel // CHUNK)
 
     def difference_bytes(self, numel: int) -> tuple[int, int]:
-        """See ``WireFormat.difference_bytes``."""
         chunks = -(-numel // CHUNK)
         codes = -(-SCALE_BYTES * chunks // ALIGNMENT) * ALIGNMENT
         return codes, codes + -(-chunks * self.chunk_bytes // ALIGNMENT) * ALIGNMENT

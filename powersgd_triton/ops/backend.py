@@ -1,4 +1,4 @@
-"""The interface of a backend, and its messages."""
+"""The interface of a backend, its messages, and scratch memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
@@ -31,8 +32,28 @@ STAGES = ("orthogonalize_bases", "project", "backproject", "commit", "reconstruc
 """The methods of a backend that compute a step."""
 
 
-class Backend(Protocol):
+Ranges = Mapping[str, tuple[int, Tensor]]
+"""{name: (first element, flat tensor that takes the elements from there on)}."""
+
+
+class Average(Protocol):
+    """The average of one bucket, in the form in which a scheme has it."""
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        """Write it to {name: contiguous tensor} of any float dtype.
+
+        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
+        """
+
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+        """Write parts of it, of some of the tensors: a worker's shard."""
+
+
+class Backend(Average, Protocol):
     """The stages of a step on one bucket, in the order in which ``LowRank.average`` calls them.
+
+    In the end it is the average: Ĝ, of which it computes only rows that overlap with ranges, and the bypass tensors'
+    means.
 
     Gradients are {name: contiguous tensor} with all of the layout's tensors. ``repetition`` counts from 0 to
     ``config.iterations`` − 1. Each repetition works on what the previous ones left over.
@@ -56,20 +77,32 @@ class Backend(Protocol):
         back what it had, the bases stay, the average becomes NaN and the step's verdict 0.
         """
 
-    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """Write Ĝ and the means of the bypass tensors to ``out``, in any float dtype.
-
-        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
-        """
-
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-        """Write elements [start, start + numel) of the flat Ĝ, or of a bypass tensor's mean: a worker's shard.
-
-        ``out`` is {name: (start, flat tensor)} for some of the tensors. Only rows that overlap with it are computed.
-        """
-
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         """Make the bases orthonormal. With ``redraw``, draw new ones as a function of the keys and the step."""
 
     def wire(self, plan: WirePlan) -> Wire:
         """Return a new object that encodes, sums and decodes messages with factors narrower than fp32."""
+
+
+class Workspace:
+    """Scratch memory of one engine's kernels by name and device. Its buckets share it, since they share one stream.
+
+    Attributes:
+        captured: Whether a step was captured in a CUDA graph. Its replays use the memory of that time, so it is kept.
+        version: Changes when memory is replaced by larger memory.
+    """
+
+    def __init__(self) -> None:
+        self.captured, self.version = False, 0
+        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+        self._kept: list[Tensor] = []
+
+    def get(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of at least ``numel`` elements, with any values."""
+        memory = self._memory.get((name, device))
+        if memory is None or memory.numel() < numel:
+            if memory is not None and self.captured:
+                self._kept.append(memory)
+            memory = self._memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
+            self.version += 1
+        return memory

@@ -11,12 +11,11 @@ from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
 from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.layout.matrices import flat_format
-from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import note_infinite_reference
 from powersgd_triton.ops.host import apply_host, encode_host, reference
 from powersgd_triton.ops.torch_backend import TorchBackend
-from powersgd_triton.ops.workspace import Workspace
 
 
 def select_backend(

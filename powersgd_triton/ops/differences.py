@@ -11,14 +11,15 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, INFINITE_BF16, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
-from powersgd_triton.ops.noise import random_numbers, starts_of_spans
+from powersgd_triton.ops.orthogonalize import mix
 from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
@@ -27,94 +28,50 @@ ORDINARY = 2.0**-100
 """Scales above are normal numbers."""
 
 
-def encode_reference(
-    target: Tensor,
-    base: Tensor | None,
-    width: WireFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out ← scales and codes of target − base. With ``subtract``, target ← target − what these stand for.
-
-    With two ``terms``, target ← their sum comes first. They are as long as it, and of any float dtype.
+@of_fields(Encoding)
+def encode_reference(task: Encoding) -> None:
+    """out ← scales and codes of target − base; see ``Encoding``.
 
     8 and 4 bits: round((target − base) / scale), ties to even; fp8 and bf16: the nearest number. 2 bits: the nearest of
     −3, −1, 1 and 3 times the scale. Ternary: 0 for magnitudes up to 0.7 of the block's mean, and ±1 for others, whose
-    mean magnitude is the scale. With a ``seed`` below 2³², formats of 4 bits and more round stochastically instead: to
+    mean magnitude is the scale. With a ``seed``, formats of 4 bits and more round stochastically instead: to
     the number above with the probability of its share, so that the mean is exact. Scales are then rounded up.
     An element of ``base`` that is not finite counts as 0, so that it recovers. If a difference is not finite, the scale
     of its block is NaN; bf16 has NaN for this one alone, and for larger numbers its largest.
-
-    ``target`` [numel] is fp32 or narrower, ``base`` [numel] of any float dtype, or None for zeros, and ``out`` uint8
-    [bytes], as many as ``width.difference_bytes`` says. With ``each``, it is uint8 [parts, bytes]: a message for every
-    so many elements. The last one may have fewer, and its other bytes stay as they are.
     """
-    seed = seed if width.stochastic else None
-    if terms is not None:
-        torch.add(*terms, out=target)
-    if each is not None:
-        copies = [None] * len(out) if base is None else base.split(each)
-        for number, (part, copy, content) in enumerate(zip(target.split(each), copies, out, strict=False)):
-            _encode_part(part, copy, width, content, subtract, each, seed, number)
-    elif len(target):
-        _encode_part(target, base, width, out, subtract, len(target), seed, 0)
+    width, seed = task.width, task.seed if task.width.stochastic else None
+    for part, (target, base, out) in enumerate(task.messages()):
+        spans = _spans(target, out, width, task.each or len(target), None if seed is None else PERIOD)
+        copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
+        starts = [0] * len(spans) if seed is None else starts_of_spans(len(spans), part, seed).tolist()
+        for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
+            difference = own.float() if copy is None else own.float() - _finite(copy)
+            if padding := len(codes) * width.blocks * BLOCK - len(own):
+                difference = torch.nn.functional.pad(difference, (0, padding))
+            noise = None
+            if seed is not None:
+                noise = random_numbers(own.device, bool(width.mantissa))[start:][: len(difference)].view(-1, BLOCK)
+            values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
+            _pack(values, width, codes)
+            if task.subtract:
+                if scales is not None:
+                    values.mul_(scales.float())
+                own.sub_(values.view(-1)[: len(own)])
 
 
-def _encode_part(
-    target: Tensor,
-    base: Tensor | None,
-    width: WireFormat,
-    out: Tensor,
-    subtract: bool,
-    each: int,
-    seed: int | None,
-    part: int,
-) -> None:
-    spans = _spans(target, out, width, each, None if seed is None else PERIOD)
-    copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
-    starts = [0] * len(spans) if seed is None else starts_of_spans(len(spans), part, seed).tolist()
-    for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
-        difference = own.float() if copy is None else own.float() - _finite(copy)
-        if padding := len(codes) * width.blocks * BLOCK - len(own):
-            difference = torch.nn.functional.pad(difference, (0, padding))
-        noise = None
-        if seed is not None:
-            noise = random_numbers(own.device, bool(width.mantissa))[start : start + len(difference)].view(-1, BLOCK)
-        values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
-        _pack(values, width, codes)
-        if subtract:
-            if scales is not None:
-                values.mul_(scales.float())
-            own.sub_(values.view(-1)[: len(own)])
-
-
-def apply_reference(
-    content: Tensor,
-    width: WireFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
+@of_fields(Decoding)
+def apply_reference(task: Decoding) -> None:
     """base ← base + codes · (scales · weight), computed in fp32 and rounded once to the dtype of ``base``.
 
-    Elements of ``base`` that are not finite count as 0. If it is ``fresh``, all do, whatever it contains. Messages
-    of several workers are added to one tensor, in their order, if all rows of ``base`` are the same memory
-    (``expand``). A message that is not finite is added as it is.
-
-    ``content`` is uint8 [copies, bytes], what ``encode_reference`` wrote for each contiguous row of ``base`` [copies,
-    numel], of any float dtype. It was written for messages of ``each`` elements, of which the rows may have fewer.
-    Weight −1 takes back what was encoded.
+    Elements of ``base`` that are not finite count as 0. A message that is not finite is added as it is.
     """
-    shared = len(base) > 1 and base.stride(0) == 0
-    for target, rows in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
-        for messages in zip(*(_spans(target, row, width, each or len(target)) for row in rows), strict=True):
+    width, weight = task.width, task.weight
+    for row, contents in task.rows():
+        each = task.each or len(row)
+        for messages in zip(*(_spans(row, content, width, each) for content in contents), strict=True):
             # All messages of a span while it is in the cache.
             own = messages[0][0]
-            total = None if fresh else _finite(own)
+            total = None if task.fresh else _finite(own)
             for _, scales, codes in messages:
                 added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
                 total = added.view(-1)[: len(own)] if total is None else total.add_(added.view(-1)[: len(own)])
@@ -295,3 +252,24 @@ def _spans(
         return [(part, None, codes) for part, codes in zip(parts, bytes_, strict=True)]
     scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     return list(zip(parts, scales.split(span // BLOCK), bytes_, strict=True))
+
+
+# Random numbers of stochastic rounding: the same ones on all devices.
+
+
+def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
+    """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
+    starts: Tensor = mix(mix(torch.arange(spans) + (part % 4096 << 20)) ^ seed) % PERIOD
+    return starts
+
+
+@functools.cache
+def random_numbers(device: torch.device, mantissa: bool) -> Tensor:
+    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32; or 2⁻¹⁶ times them from 128 on, fp32."""
+    x = torch.arange(PERIOD, dtype=torch.int32)
+    # A permutation: each operation is one to one on 16 bits.
+    for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
+        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
+    x = torch.cat([x, x]).to(device)
+    # Sums with codes have 16 bits behind the point: quotients are rounded to these, not cut.
+    return x if mantissa else x * 2.0**-16 + 128

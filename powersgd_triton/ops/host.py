@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
-from powersgd_triton.ops.differences import apply_reference, encode_reference
-from powersgd_triton.ops.noise import starts_of_spans
+from powersgd_triton.ops.differences import apply_reference, encode_reference, starts_of_spans
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 
 FORMATS = ("int4", "int8", "fp8", "bf16")
@@ -53,20 +53,13 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def encode_host(
-    target: Tensor,
-    base: Tensor | None,
-    width: WireFormat | SparseFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out ← scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
+@of_fields(Encoding)
+def encode_host(task: Encoding) -> None:
+    """out ← scales and codes of target − base, with the bits of ``encode_reference``."""
+    target, base, width, out, subtract, each, seed, terms = task
     code = library()
     if code is None or not all(_can_read(x, width) for x in (target, base, *(terms or ())) if x is not None):
-        reference(width)[0](target, base, width, out, subtract, each, seed, terms)
+        reference(width)[0](*task)
         return
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
@@ -81,22 +74,16 @@ def encode_host(
         code[f"powersgd_encode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
-def apply_host(
-    content: Tensor,
-    width: WireFormat | SparseFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
-    """base ← base + codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
+@of_fields(Decoding)
+def apply_host(task: Decoding) -> None:
+    """base ← base + codes · (scales · weight), with the bits of ``apply_reference``."""
+    _, width, base, weight, each, fresh = task
     code = library()
     if code is None or not _can_read(base[:1], width):
-        reference(width)[1](content, width, base, weight, each, fresh)
+        reference(width)[1](*task)
         return
     codes, _ = width.difference_bytes(each or base.shape[1])
-    shared = len(base) > 1 and base.stride(0) == 0
-    for row, messages in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
+    for row, messages in task.rows():
         places = row.data_ptr(), messages.data_ptr(), len(row), codes, messages.stride(0), len(messages)
         kind, form, kept = _form(width)
         arguments = _Decoding(*places, weight, form, fresh, kept)

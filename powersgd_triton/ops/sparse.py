@@ -6,35 +6,26 @@ shorter, the same share is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
 from powersgd_triton.layout.constants import BF16_NAN, INFINITE_BF16
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import LARGEST_BF16, SCALE_BYTES
 
 
-def encode_sparse_reference(
-    target: Tensor,
-    _base: None,
-    width: SparseFormat,
-    out: Tensor,
-    subtract: bool = False,
-    each: int | None = None,
-    _seed: int | None = None,
-    terms: Sequence[Tensor] | None = None,
-) -> None:
-    """out ← scales, signs and places of the largest elements. With ``subtract``, target ← target − what they stand for.
+@of_fields(Encoding)
+def encode_sparse_reference(task: Encoding) -> None:
+    """out ← scales, signs and places of the largest elements of the target. There is no base, and no seed.
 
     Of equal magnitudes, the first are sent. If an element of a chunk is not finite, its scale is NaN, and all of it
-    counts as NaN. The other arguments are those of ``encode_reference``.
+    counts as NaN.
     """
-    if terms is not None:
-        torch.add(*terms, out=target)
-    for own, scales, codes in _messages(target, out if each else out[None], width, each or len(target)):
-        x = _chunks(own.float())
+    width: SparseFormat = task.width
+    for own, _, out in task.messages():
+        scales, codes = _views(out, width, len(own), task.each)
+        x = torch.nn.functional.pad(own.float(), (0, -len(own) % CHUNK)).view(-1, CHUNK)
         magnitude = x.view(torch.int32) & 0x7FFFFFFF
         finite = magnitude.amax(1, keepdim=True) < INFINITE_BF16 << 16
         # All different, and larger for the first of equal magnitudes.
@@ -52,46 +43,32 @@ def encode_sparse_reference(
         scale = (total / sent.sum(1, keepdim=True).clamp_(min=1) * CHUNK).clamp_(max=LARGEST_BF16)
         scales.copy_(scale).view(torch.int16).masked_fill_(~finite, BF16_NAN)
         codes.copy_(_packed(places, values < 0, width))
-        if subtract:
+        if task.subtract:
             what = _spread(places, values.sign() * scales.float()).masked_fill_(~finite, torch.nan)
             own.sub_(what.view(-1)[: len(own)])
 
 
-def apply_sparse_reference(
-    content: Tensor,
-    width: SparseFormat,
-    base: Tensor,
-    weight: float = 1.0,
-    each: int | None = None,
-    fresh: bool = False,
-) -> None:
+@of_fields(Decoding)
+def apply_sparse_reference(task: Decoding) -> None:
     """base ← base + signs · (scales · weight) where messages have elements. Else as ``apply_reference``."""
-    shared = len(base) > 1 and base.stride(0) == 0
-    for row, contents in zip(base[:1] if shared else base, [content] if shared else content[:, None], strict=True):
-        total = torch.zeros_like(row, dtype=torch.float32) if fresh else row.float().nan_to_num(0.0, 0.0, 0.0)
-        for _, scales, codes in _messages(row, contents, width, each or len(row), same=True):
+    width: SparseFormat = task.width
+    for row, contents in task.rows():
+        total = torch.zeros_like(row, dtype=torch.float32) if task.fresh else row.float().nan_to_num(0.0, 0.0, 0.0)
+        for content in contents:
+            scales, codes = _views(content, width, len(row), task.each)
             places, signs = _unpacked(codes, width)
-            unit = scales.float() * weight
+            unit = scales.float() * task.weight
             # −0 changes no number that it is added to.
             added = _spread(places, signs * unit, -0.0).masked_fill_(unit.isnan(), torch.nan)
             total = (total + added.view(-1)[: len(row)]).to(row.dtype).float()
         row.copy_(total)
 
 
-def _messages(
-    target: Tensor, contents: Tensor, width: SparseFormat, each: int, same: bool = False
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (elements, scales [chunks, 1], chunks [chunks, bytes]) of messages of parts, or all of the ``same``."""
-    parts = [target] * len(contents) if same else target.split(each)
-    offset, _ = width.difference_bytes(each)
-    for part, content in zip(parts, contents, strict=False):
-        if chunks := -(-len(part) // CHUNK):
-            scales = content[: SCALE_BYTES * chunks].view(torch.bfloat16).view(chunks, 1)
-            yield part, scales, content[offset:][: chunks * width.chunk_bytes].view(chunks, width.chunk_bytes)
-
-
-def _chunks(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -len(x) % CHUNK)).view(-1, CHUNK)
+def _views(content: Tensor, width: SparseFormat, numel: int, each: int | None) -> tuple[Tensor, Tensor]:
+    """Return the scales [chunks, 1] and chunks [chunks, bytes] of a message of ``numel`` elements, at most ``each``."""
+    chunks, (offset, _) = -(-numel // CHUNK), width.difference_bytes(each or numel)
+    scales = content[: SCALE_BYTES * chunks].view(torch.bfloat16).view(chunks, 1)
+    return scales, content[offset:][: chunks * width.chunk_bytes].view(chunks, width.chunk_bytes)
 
 
 def _spread(places: Tensor, values: Tensor, fill: float = 0.0) -> Tensor:

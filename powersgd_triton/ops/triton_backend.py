@@ -18,20 +18,19 @@ from powersgd_triton.kernels.configurations import architecture, select_configur
 from powersgd_triton.kernels.explore import explore_numel, explore_triton
 from powersgd_triton.kernels.launcher import Launches
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
-from powersgd_triton.kernels.pack import average_triton, pack_triton
+from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup
 from powersgd_triton.layout.matrices import products
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ops.backend import Message
+from powersgd_triton.ops.backend import Message, Ranges, Workspace
 from powersgd_triton.ops.bucket import Bucket, keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.ops.workspace import Workspace
 
 
 class TritonBackend:
@@ -129,9 +128,9 @@ class TritonBackend:
                 self._orthogonalize(self._table.P, bucket.message_P, number, out=bucket.P_hat)
                 backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
                 # The same launch turns the bypass tensors of the previous message into means.
-                average_triton(
-                    table, table.pack_Q, parts, G, bucket.message_P, step.workers, self._finite,
-                    own=bucket.Q, message=bucket.message_Q,
+                pack_triton(
+                    table.pack_Q, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q,
+                    bypass=bucket.message_P, workers=step.workers,
                 )  # fmt: skip
 
             self._repeat("backproject", launch, (step.workers,), number)
@@ -152,8 +151,9 @@ class TritonBackend:
 
         def launch() -> None:
             if self._alternating:
-                pack = table.pack_P if projected else table.pack_left
-                average_triton(table, pack, message, self._places[0], message, step.workers, self._finite)
+                bypass = (table.pack_P if projected else table.pack_left)[: table.bypass_programs]
+                G, workers = self._places[0], step.workers
+                pack_triton(bypass, message, G, self._finite, own=None, message=message, workers=workers)
             # This is needed without warm start too, because it detects non-finite values.
             following = self._get("following", numel)
             self._orthogonalize(factors, mean, number, out=following)
@@ -175,7 +175,7 @@ class TritonBackend:
         else:
             TorchBackend(self.bucket).reconstruct(out, overflow)
 
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         places = {name: (start, target.numel()) for name, (start, target) in out.items() if target.numel()}
         if not _one_dtype(out[name][1] for name in places):
             TorchBackend(self.bucket).reconstruct_ranges(out, overflow)

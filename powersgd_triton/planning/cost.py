@@ -56,7 +56,6 @@ class Network:
 
     @property
     def node(self) -> Network:
-        """One node alone."""
         return dataclasses.replace(self, nodes=1)
 
     @property
@@ -152,7 +151,7 @@ class Job:
         """All gradients, {name: shape}."""
         return {name: tuple(shape) for bucket in self.buckets for name, shape in bucket.items()}
 
-    def exact_messages(self, itemsize: int = 4) -> list[float]:
+    def exact_messages(self, itemsize: int) -> list[float]:
         """Return the seconds of an all-reduce of each bucket, of elements of ``itemsize`` bytes."""
         numels = [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
         return [self.network.sum(ALL_REDUCE, itemsize * numel) for numel in numels]
@@ -189,8 +188,7 @@ class Job:
         alone = config.algorithm == "alternating" and config.bypass is None
         single = self.network.workers == 2 if config.quantize else alone
         if self.late and len(seconds) > 1 and not single:
-            half = seconds[-2] / 2
-            seconds[-2:] = [half, seconds[-1] + half]
+            seconds[-2:] = [seconds[-2] / 2, seconds[-1] + seconds[-2] / 2]
         return seconds
 
     def _bucket_messages(self, layout: Layout, config: PowerSGDConfig) -> float:

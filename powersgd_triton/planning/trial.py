@@ -43,20 +43,14 @@ class _Echo:
 class StandIn(Communicator):
     """One of several workers that all do the same, without the others."""
 
+    world_size = index = 0
+
     def __init__(self, workers: int = 2, index: int = 0, collectives: Any = _Echo) -> None:
         super().__init__(collectives=collectives)
-        self._workers, self._index = workers, index
-
-    @property
-    def world_size(self) -> int:
-        return self._workers
-
-    @property
-    def index(self) -> int:
-        return self._index
+        self.world_size, self.index = workers, index
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        return tensor.expand(self._workers, *tensor.shape)
+        return tensor.expand(self.world_size, *tensor.shape)
 
 
 def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: torch.device) -> ComputeTime:

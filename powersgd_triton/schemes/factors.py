@@ -15,12 +15,11 @@ from powersgd_triton.core.residuals import Matrix, Residuals
 from powersgd_triton.core.saved_state import Parts, listing, viewed
 from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import RowPartition
-from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.ops.backends import make_backend, select_backend
 from powersgd_triton.ops.blocks import together
 from powersgd_triton.ops.bucket import Bucket, error_dtype
 from powersgd_triton.ops.step import Step
-from powersgd_triton.ops.workspace import Workspace
 
 
 def new_backend(task: Task, workspace: Workspace) -> Backend:

@@ -8,8 +8,7 @@ from powersgd_triton.comm.communicator import Work
 from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
 from powersgd_triton.core.scheme import Scheme, Task
 from powersgd_triton.layout.matrices import products
-from powersgd_triton.ops.backend import Backend
-from powersgd_triton.ops.workspace import Workspace
+from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 

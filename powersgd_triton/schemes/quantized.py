@@ -32,7 +32,6 @@ class Quantized(Scheme):
         self._memory: weakref.WeakKeyDictionary[Layout, Memory] = weakref.WeakKeyDictionary()
 
     def prepare(self, task: Task) -> None:
-        """Note the tensors."""
         task.residuals.enter(task.layout, task.device)
 
     def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:

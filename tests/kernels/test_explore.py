@@ -10,10 +10,10 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.kernels.explore import explore_numel, explore_triton
 from powersgd_triton.layout.constants import CARRY
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.backend import Workspace
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
-from powersgd_triton.ops.workspace import Workspace
 
 EVERY = 3
 SHAPES = {"wide": (40, 300), "tall": (90, 33), "twin": (90, 33), "small": (5, 4), "full": (2, 50), "one": (1, 7)}

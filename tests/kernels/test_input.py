@@ -13,7 +13,7 @@ from powersgd_triton.kernels.availability import MAX_RANK
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
-from powersgd_triton.kernels.pack import average_triton, pack_triton
+from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, POINTERS, BucketTable, Matrix, Pointers
 from tests.support.bounds import assert_within
@@ -154,7 +154,7 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     got = M[ends[:, None], columns]
     assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
     backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=parts)
-    average_triton(made, made.pack_Q, parts, pointers, P, 1, bucket.finite, own=Q, message=message)
+    pack_triton(made.pack_Q, parts, pointers, bucket.finite, own=Q, message=message, bypass=P, workers=1)
     left = P_hat[ends].double()
     bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
     assert_within(Q[columns], got.double().mT @ left, bound)

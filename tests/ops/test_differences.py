@@ -21,9 +21,8 @@ from powersgd_triton.layout.wire_format import (
 )
 from powersgd_triton.ops import differences
 from powersgd_triton.ops.backends import difference_codec
-from powersgd_triton.ops.differences import apply_reference, encode_reference
+from powersgd_triton.ops.differences import apply_reference, encode_reference, random_numbers
 from powersgd_triton.ops.host import apply_host, encode_host
-from powersgd_triton.ops.noise import random_numbers
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
 # Around a block, and around the five blocks that share ternary codes' bytes.

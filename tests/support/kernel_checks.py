@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton, compensate_backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
-from powersgd_triton.kernels.pack import average_triton, pack_triton
+from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.ops.wire import Wire
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GROWTH, Bucket, Bytes, Memory, rounding, stored
@@ -93,9 +93,9 @@ def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False
 
 
 def pack_and_average(bucket: Bucket, parts: Tensor, workers: int) -> None:
-    average_triton(
-        bucket.table, bucket.table.pack_Q, parts, bucket.pointers_G(), bucket.first.flat, workers, bucket.finite,
-        own=bucket.Q.flat, message=bucket.second.flat,
+    pack_triton(
+        bucket.table.pack_Q, parts, bucket.pointers_G(), bucket.finite, own=bucket.Q.flat, message=bucket.second.flat,
+        bypass=bucket.first.flat, workers=workers,
     )  # fmt: skip
 
 
