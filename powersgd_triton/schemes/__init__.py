@@ -18,10 +18,10 @@ from powersgd_triton.schemes.quantized import Quantized
 
 
 class Configured(Scheme):
-    """What the configuration in force asks for. With ``compression="auto"`` that is chosen after the first steps."""
+    """Factors or quantized tensors, as the configuration in force asks for: ``compression="auto"`` may change it."""
 
-    def __init__(self, config: PowerSGDConfig) -> None:
-        self._factors, self._quantized = Mixed(config) if config.bypass else LowRank(), Quantized()
+    def __init__(self, factors: Scheme) -> None:
+        self._factors, self._quantized = factors, Quantized()
 
     def _of(self, task: Task) -> Scheme:
         # The first ``start_iter`` steps of ``Compressor`` have layouts in which nothing is rounded.
@@ -59,4 +59,6 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    return Engine(Configured(config), config, communicator, tensors, device, **options)
+    factors = Mixed(config) if config.bypass else LowRank()
+    scheme = Configured(factors) if config.quantize or config.measures else factors
+    return Engine(scheme, config, communicator, tensors, device, **options)
