@@ -245,14 +245,14 @@ def accumulation(trainer: Trainer, folder: Path) -> None:
 
 def exception_in_backward(trainer: Trainer, folder: Path) -> None:
     if trainer.dice.random() < 0.25:
-        _resume(trainer, folder, min_compression_rate=1e9)
+        resume(trainer, folder, min_compression_rate=1e9)
     for _ in range(trainer.dice.choice((1, 1, 2))):
         trainer.fail(trainer.dice.choice(list(SHAPES)))
 
 
 def exception_then_save(trainer: Trainer, folder: Path) -> None:
     trainer.fail(trainer.dice.choice(list(SHAPES)))
-    _resume(trainer, folder)
+    resume(trainer, folder)
 
 
 def other_buckets(trainer: Trainer, folder: Path) -> None:
@@ -263,7 +263,7 @@ def other_buckets(trainer: Trainer, folder: Path) -> None:
 # Saved states ---------------------------------------------------------------------------------------------------------
 
 
-def _resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
+def resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
     """Save through a file, and go on with a new state."""
     trainer.audit()
     saved, path = trainer.state.state_dict(), folder / f"saved.{trainer.dice.choice(('pt', 'safetensors'))}"
@@ -277,18 +277,18 @@ def _resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
 
 
 def resumed(trainer: Trainer, folder: Path) -> None:
-    _resume(trainer, folder)
+    resume(trainer, folder)
     trainer.step()
 
 
 def resumed_at_another_rank(trainer: Trainer, folder: Path) -> None:
     ranks = [rank for rank in (1, 2, 3, 5) if rank != trainer.setting.rank]
-    _resume(trainer, folder, matrix_approximation_rank=trainer.dice.choice(ranks))
+    resume(trainer, folder, matrix_approximation_rank=trainer.dice.choice(ranks))
     trainer.step()
 
 
 def resumed_uncompressed(trainer: Trainer, folder: Path) -> None:
-    _resume(trainer, folder, min_compression_rate=1e9)
+    resume(trainer, folder, min_compression_rate=1e9)
     trainer.step()
 
 

@@ -61,20 +61,21 @@ def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     refused_step(trainer, state, DisagreementError)
 
 
-def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> None:
-    """A backward pass with another state, which is refused; then the step with the trainer's own."""
-    own, trainer.state = trainer.state, state
+def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> str:
+    """A backward pass with another state, which is refused, and how; then the step with the trainer's own."""
+    own, trainer.state, said = trainer.state, state, "nothing"
     try:
         assert trainer.replica is not None
         trainer.optimizer.zero_grad()
         trainer.replica(trainer.gradients()).backward()
-    except expected:
-        pass
+    except expected as error:
+        said = f"{type(error).__name__}: {error}"
     else:
         trainer.lost.append("workers have trained with a state that was to be refused")
     trainer.state = own
     trainer.wrap(trainer.setting.cap)
     trainer.step()
+    return said
 
 
 def other_tensors(trainer: Trainer, folder: Path) -> None:
