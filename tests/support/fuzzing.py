@@ -83,14 +83,15 @@ class Follower:
         self.buckets: list[list[str]] = []
         # Of the last step: what the next must start from.
         self.following: dict[str, Tensor] = {}
-        self.applied = 0
+        self.skipped = 0
 
     def run(self) -> None:
         for step in range(self.case.steps):
             self.step(step)
 
     def load(self, step: int) -> None:
-        """Save the state after a step, and go on from it in nodes of the next size."""
+        """Save the state after a step, and go on from it in nodes of the next size. What all owe stays the same."""
+        before = self.owed_by_all()
         saved = self.fleet.together(lambda engine: save(engine))
         sizes = self.case.node_sizes
         self.fleet = Fleet(
@@ -100,6 +101,17 @@ class Follower:
             sizes[sum(save <= step for save in self.case.saves) % len(sizes)],
         )
         self.fleet.load(saved)
+        for name, (exact, size) in before.items():
+            compute = torch.float64 if self.case.dtypes[name] == torch.float64 else torch.float32
+            tolerance = (gamma(len(saved) + 8, torch.float32) + self.stored_error(compute)) * size + 8 * TINY
+            assert ((self.owed_by_all()[name][0] - exact).abs() <= tolerance).all(), f"{name}: a saved state lost some"
+
+    def owed_by_all(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sums over the workers of what ``owed`` finds, of all matrices."""
+        parts = [self.fleet.layout(tuple(names), True).compressed for names in self.buckets]
+        segments = [segment for part in parts for segment in part if self.config.error_feedback]
+        found = {s.name: [owed(engine, s) for engine in self.fleet.engines] for s in segments}
+        return {name: (total([E for E, _ in own]), total([size for _, size in own])) for name, own in found.items()}
 
     def by_node(self, each: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the workers of each node."""
@@ -122,6 +134,7 @@ class Follower:
         runs = self.fleet.step(given, self.buckets, case.overlapping)
         finite = [self.check_outputs(run, given, before) for run in runs]
         applied = all(finite) and all(fits(run) for run in runs)
+        self.skipped += not applied
         for run in runs:
             assert all(bool(verdict) == applied for verdict in run.verdicts), "the verdict is not what was written"
         for run, counts in zip(runs, finite, strict=True):
