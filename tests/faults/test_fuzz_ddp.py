@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import run
-from tests.support.fuzzing import owed
+from tests.support.held import owed
 from tests.support.training import digest, total
 
 WIDTH, LAYERS, STEPS = 12, 6, 25

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.schemes import factors
-from tests.support.faults.episodes import bytes_of, resume
 from tests.support.faults.peers import refused_step
+from tests.support.faults.saved import bytes_of, resume
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
 
 TIMEOUT = datetime.timedelta(seconds=1)

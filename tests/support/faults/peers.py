@@ -25,7 +25,8 @@ from tests.support.distributed import run_cases
 from tests.support.exchanges import bytes_decide
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
-from tests.support.faults.local import LOST, Local, after
+from tests.support.faults.local import LOST, Local
+from tests.support.faults.local_events import after
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
 PATIENCE = 240.0
