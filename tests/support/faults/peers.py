@@ -167,7 +167,7 @@ class Loss:
             _lose_local(trainer, victim)
             return []
         at = trainer.dice.choice(list(SHAPES))
-        before = {name: error.double() for name, error in trainer.state.error().items()}
+        before = trainer.owed()
         given = trainer.gradients()
         trainer.optimizer.zero_grad()
         trainer.buckets = []
@@ -218,16 +218,12 @@ def _lose_local(local: Local, victim: int) -> None:
 def _owed_differently(trainer: Trainer, before: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
     """This worker's own account of a step that was begun and not applied."""
     ledger = Ledger(SHAPES, 1, trainer.state.config)
-    ledger.differences([_complete(before)])
+    ledger.differences([before])
     began = {name for bucket in trainer.buckets for name in bucket}
     for name, gradient in given.items():
         fate = Fate.CARRIED if name in began and ledger.ranks[name] else Fate.DROPPED
         ledger.enter(name, fate, [gradient.double()], torch.zeros_like(gradient, dtype=torch.float64))
-    return ledger.differences([_complete(trainer.state.error())])
-
-
-def _complete(errors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
+    return ledger.differences([trainer.owed()])
 
 
 def lose(kind: str, times: int, folder: Path) -> list[Tally]:

@@ -271,11 +271,14 @@ class Trainer:
 
     def audit(self) -> None:
         """Compare what all workers owe with the ledger, and look whether anything in the state is not finite."""
-        errors = self.state.error()
-        mine = {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
-        self.lost += self.ledger.differences(self._gathered(mine))
+        self.lost += self.ledger.differences(self._gathered(self.owed()))
         for name, parts in self.state.state_dict()["matrices"].items():
             self.poisoned += [f"{part} of {name}" for part, tensor in parts.items() if not tensor.isfinite().all()]
+
+    def owed(self) -> Gradients:
+        """What this worker owes of every parameter, in fp64."""
+        errors = self.state.error()
+        return {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
 
     def _gathered(self, named: Gradients) -> list[Gradients]:
         """Every worker's fp64 tensors."""
