@@ -20,7 +20,7 @@ from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes import quantized as scheme
 from powersgd_triton.schemes.quantized_mean import Exchange, Shards, quantized_mean, scattered_mean
-from tests.support.lockstep import Line, communicate
+from tests.support.lines import Line, communicate
 from tests.support.thinned import thinned
 
 CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))

@@ -14,7 +14,7 @@ from powersgd_triton.compressor import Compressed
 from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
 from tests.support.checks import everything, gradients, poisoned, step
 from tests.support.device import EMULATED, INTERPRETED
-from tests.support.fuzzing import gamma
+from tests.support.held import gamma
 from tests.support.lockstep import Fleet
 from tests.support.thinned import thinned
 

@@ -3,69 +3,26 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import pickle
 import re
 import sys
 import types
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import clock
-from powersgd_triton.core.clock import COMPUTE, EXCHANGE, PHASES, STEP
+from powersgd_triton.core.clock import PHASES, STEP
 from powersgd_triton.core.telemetry import StepRecord, Telemetry
-from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp import PowerSGDState
-from powersgd_triton.schemes import new_engine
-from tests.support.checks import everything, gradients, same_bits
+from tests.support.checks import gradients, same_bits
 from tests.support.lockstep import Fleet
-
-CPU = torch.device("cpu")
-SHAPES: dict[str, tuple[int, ...]] = {"weight": (24, 20), "same": (24, 20), "thin": (30, 1), "bias": (7,)}
-
-
-def handle(**fields: Any) -> Handle:
-    """One process's engine, in which every step is one bucket."""
-    return Handle(new_engine(everything(2, **fields), Communicator(), lambda: SHAPES))
-
-
-def watched(every: int = 1, **fields: Any) -> tuple[Handle, list[StepRecord]]:
-    """The same, with the records that it reports."""
-    state, records = handle(**fields), list[StepRecord]()
-    state.telemetry(records.append, every=every)
-    return state, records
-
-
-def step(state: Handle, given: dict[str, Tensor], applied: bool | None = None, **how: Any) -> None:
-    """One step, which the engine ends with its last bucket, or the adapter if it says whether the step counts."""
-    engine = state._engine
-    layout = engine.begin("all", lambda: SHAPES, CPU, last=True if applied is None else None)
-    if engine.compressing:
-        engine.average(layout, {name: tensor.clone() for name, tensor in given.items()}, **how)
-    else:
-        engine.average_exactly(torch.cat([tensor.reshape(-1) for tensor in given.values()]))
-    if applied is not None:
-        engine.end_step(applied=applied)
-
-
-def steps(state: Handle, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        step(state, gradients(number, SHAPES))
-
-
-def assert_errors(record: StepRecord, errors: dict[str, Tensor], rtol: float = 1e-4) -> None:
-    for name, layer in record.layers.items():
-        norm = float(torch.linalg.vector_norm(errors[name].double()))
-        assert layer.error_norm == pytest.approx(norm, rel=rtol, abs=1e-5 * layer.gradient_norm), name
+from tests.support.recorded import CPU, SHAPES, assert_errors, handle, step, steps, watched
 
 
 @pytest.mark.parametrize(
@@ -175,76 +132,6 @@ def test_what_fails_to_take_a_record_is_not_called_again_and_steps_go_on(caplog:
     assert {at for _, at in writer.scalars} == {2, 3}
     failed = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.exc_info and record.exc_info[0] for record in failed] == [OSError, TypeError]
-
-
-def test_waiting_is_exchange_and_the_backward_pass_is_no_phase(monkeypatch: pytest.MonkeyPatch):
-    """The clock moves on by a millisecond when it is read, and further while the program sleeps."""
-    ticks, slept = itertools.count(1), list[float]()
-    time = types.SimpleNamespace(perf_counter=lambda: (next(ticks) + sum(slept)) / 1000)
-    monkeypatch.setattr("powersgd_triton.core.clock.time", time)
-    # A collective for which one has to wait.
-    work = types.SimpleNamespace(wait=lambda: slept.append(100))
-    monkeypatch.setattr(Communicator, "all_reduce", lambda *_: work)
-    state, records = watched()
-    engine = state._engine
-    for number in range(2):
-        for name in ("weight", "same"):
-            layout = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, last=name == "same")  # type: ignore[misc]
-            engine.average(layout, {name: gradients(number, SHAPES)[name]})
-            # More of the backward pass, while the first bucket is under way.
-            slept.append(1000)
-    (record,) = records
-    found = record.milliseconds
-    assert found.keys() == {*PHASES, STEP}
-    # Two sums of each bucket, and a reading whenever a bucket goes on.
-    assert found[EXCHANGE] == pytest.approx(4 * 100 + 6)
-    assert all(0 < found[phase] < 20 for phase in COMPUTE)
-    assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
-    # The step begins at the end of the first one, before a pause. What is between the turns of the buckets is in no
-    # phase: two pauses, and nine readings of the clock.
-    assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 2000 + 9)
-
-
-class FakeEvent:
-    """A CUDA event, which the device reaches when the test says so."""
-
-    made = reached = 0
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.made += 1
-        self.number = FakeEvent.made
-
-    def query(self) -> bool:
-        return self.number <= FakeEvent.reached
-
-    def synchronize(self) -> None:
-        assert self.query()
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.query()
-        return float(end.number - self.number)
-
-
-def test_a_record_comes_when_the_device_has_reached_its_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(clock, "has_streams", lambda _: True)
-    FakeEvent.made = FakeEvent.reached = 0
-    state, records = watched(every=2)
-    steps(state, range(4))
-    assert records == []
-    made, FakeEvent.reached = FakeEvent.made, FakeEvent.made // 2
-    steps(state, [4])
-    assert [record.step for record in records] == [2]
-    FakeEvent.reached = made
-    steps(state, [5])
-    assert [record.step for record in records] == [2, 4]
-    for record in records:
-        # One unit between two events.
-        assert record.milliseconds["commit"] == record.milliseconds["telemetry"] == 1
-        assert record.milliseconds[STEP] == made // 2 - 1
 
 
 class Writer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import pickle
@@ -16,7 +15,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.planning import cost, tuning
-from powersgd_triton.planning.cost import ComputeTime, Job, Network, Prediction, choose, kinds, options, step_seconds
+from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import step as averaged
@@ -56,14 +55,19 @@ def cheap(*formats: str) -> Any:
     return lambda kind, *_: ComputeTime((1e-5 if kind.quantize in formats else 1.0,) * 3)
 
 
+def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial: Any) -> None:
+    """Let a network be measured, a clock that moves on by so many seconds when it is read, and trials."""
+    patch.setattr(tuning, "measure_network", lambda *_: network)
+    patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
+    patch.setattr(tuning, "time_compute", trial)
+
+
 def quantized(worker: int, world_size: int) -> list[Any]:
     """Gradients in the format that was chosen, also by a run that goes on."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "measure_network", lambda *_: MIDDLE)
-        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, 3e-3).__next__))
         for name, errors in (("int8", []), ("int4", [*SHAPES])):
-            patch.setattr(tuning, "time_compute", cheap(name))
+            set_times(patch, MIDDLE, 3e-3, cheap(name))
             compressor, resumed = Compressor(AUTO, SHAPES), Compressor(AUTO, SHAPES)
             exact = train(compressor, worker, range(FIRST + 4))
             saved = compressor.state_dict()
@@ -94,12 +98,10 @@ def choices(worker: int, world_size: int) -> list[Any]:
     # This worker's own times differ from those of the others.
     times = tuple((1 + worker) * 1e-5 * rank for rank in (4, 16, 64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e3,) * 3 if kind.quantize else times))
         for network, seconds in ((SLOW, 25.0), (FAST, 1e-3)):
             # The slowest network counts, which one of the workers has measured.
-            patch.setattr(tuning, "measure_network", lambda *_, network=network: network if worker else FAST)
-            clock = itertools.count(0.0, seconds + 1e-4 * worker)
-            patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=clock.__next__))
+            trial = lambda kind, *_: ComputeTime((1e3,) * 3 if kind.quantize else times)  # noqa: E731
+            set_times(patch, network if worker else FAST, seconds + 1e-4 * worker, trial)
             compressor, resumed = Compressor(AUTO, SHAPES), Compressor(AUTO, SHAPES)
             assert "exact" in str(compressor.report())
             exact = train(compressor, worker, range(FIRST + 4))
@@ -195,129 +197,25 @@ def test_a_choice_belongs_to_what_was_to_be_chosen(given: Any, settled: dict[str
     assert compressor._engine.plan.measures is not used
 
 
-@pytest.mark.parametrize("name", cost.FORMATS)
-def test_errors_of_a_saved_state_are_sent_if_gradients_are_quantized(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in formats that need no error feedback."""
-    monkeypatch.setattr(tuning, "measure_network", lambda *_: MIDDLE)
-    monkeypatch.setattr(tuning, "time_compute", cheap(name))
-    monkeypatch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, 3e-3).__next__))
-    before, compressor = Compressor(PowerSGDConfig(rank=2), SHAPES), Compressor(AUTO, SHAPES)
-    before.compress(gradients(0, 0))
-    compressor.load_state_dict(before.state_dict())
-    total = {shape: torch.zeros(SHAPES[shape]) for shape in SHAPES}
-    for number in range(1, FIRST + 4):
-        own = gradients(0, number)
-        averages = compressor.decompress(compressor.compress(own))
-        assert isinstance(averages, dict)
-        for tensor, average in averages.items():
-            total[tensor] += average - own[tensor]
-    assert compressor.config.quantize == name
-    for tensor, error in before.error().items():
-        assert error.norm() > 1
-        torch.testing.assert_close(total[tensor], error, rtol=1e-4, atol=1e-4)
-
-
-def test_errors_of_a_saved_state_are_sent_if_nothing_is_compressed() -> None:
+@pytest.mark.parametrize("name", [None, *cost.FORMATS])
+def test_errors_of_a_saved_state_are_sent_whatever_is_chosen(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing is compressed, and in formats that need no error feedback."""
+    if name is not None:
+        set_times(monkeypatch, MIDDLE, 3e-3, cheap(name))
     before, compressor = Compressor(PowerSGDConfig(rank=2), SHAPES), Compressor(AUTO, SHAPES)
     before.compress(gradients(0, 0))
     errors = before.error()
     compressor.load_state_dict(before.state_dict())
     assert not compressor._engine.compressing
-    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    total = {shape: torch.zeros(SHAPES[shape]) for shape in SHAPES}
     for number in range(1, FIRST + 4):
         own = gradients(0, number)
-        for name, average in averaged(compressor, own).items():
-            total[name] += average - own[name]
-    assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
-    for name, error in errors.items():
+        for tensor, average in averaged(compressor, own).items():
+            total[tensor] += average - own[tensor]
+    assert compressor.config.quantize == name
+    assert compressor.state_dict()["plan"]["settled"].get("quantize", "none") == (name or "none")
+    for tensor, error in errors.items():
         assert error.norm() > 1
-        torch.testing.assert_close(total[name], error, rtol=1e-4, atol=1e-4)
-        assert name not in compressor.error()
-    assert not compressor._engine.compressing
-
-
-# Predicted times, and the choice among them. Plain numbers only ---------------------------------------------------
-
-BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (256,)}]
-CHEAP = ComputeTime((1e-4, 2e-4, 6e-4))
-CONFIG = PowerSGDConfig(compression=20)
-
-
-def job_at(megabits: float) -> Job:
-    return Job(BUCKETS, 0.05, Network(2, card=megabits * 1e6 / 8))
-
-
-def test_a_time_between_measured_ranks_is_on_a_line():
-    time = ComputeTime((1.0, 2.0, 8.0))
-    assert [time(rank) for rank in (4, 10, 16, 40, 64)] == [1, 1.5, 2, 5, 8]
-    assert time(2) == pytest.approx(1 - 1 / 6)
-    assert time(256) == pytest.approx(8 + 192 / 8)
-    # A disturbed measurement does not make a higher rank cheaper.
-    assert ComputeTime((3.0, 2.0, 4.0))(16) == 3
-    assert ComputeTime((1e-3, 1.0, 2.0))(1) == 0
-
-
-def test_messages_before_the_last_one_travel_during_the_backward_pass():
-    assert step_seconds(0.3, 0.01, [0.1, 0.1, 0.05]) == pytest.approx(0.36)
-    assert step_seconds(0.3, 0.01, [0.2, 0.1, 0.05]) == pytest.approx(0.46)
-    for messages in ([], [0.1], [0.02, 0.1], [0.5, 0.5, 0.1]):
-        assert cost.compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
-
-
-def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
-    slow = job_at(100.0)
-    elements = sum(math.prod(shape) for shape in slow.tensors.values())
-    exact, half, compressed = slow.exact(), slow.exact(2), slow.compressed(CONFIG, CHEAP)
-    assert [exact.bytes_per_step, half.bytes_per_step] == [4 * elements, 2 * elements]
-    assert exact.seconds - 0.05 > 1.5 * (half.seconds - 0.05) > 0
-    assert compressed.ranks.keys() == {"head", "body"}
-    assert compressed.bytes_per_step <= 4 * elements / 20
-    assert 0 < compressed.overhead < 0.02
-    assert compressed.seconds < exact.seconds
-    with pytest.raises(ValueError, match="the budget is"):
-        slow.compressed(PowerSGDConfig(compression=1e6), CHEAP)
-    # A slow link is worth compressing for, and a fast one is not.
-    for megabits, compresses in ((10.0, True), (100.0, True), (1e5, False)):
-        here = job_at(megabits)
-        exact = here.exact()
-        chosen = choose(exact, options(here, dict.fromkeys(kinds(CONFIG), CHEAP), None))
-        assert (chosen.config is not None) == compresses
-        assert chosen.seconds <= exact.seconds
-
-
-def test_a_choice_gives_away_little_time_for_quality():
-    exact = Prediction(None, {}, 1e6, 1.0)
-    configs = [dataclasses.replace(CONFIG, compression=c) for c in (10, 20, 40)]
-    times = (0.5 * (1 + cost.TOLERANCE) + 0.01, 0.5 * (1 + cost.TOLERANCE), 0.5)
-    found = [Prediction(c, {"a": 40 - 10 * i}, 1e5, t) for i, (c, t) in enumerate(zip(configs, times, strict=True))]
-    assert choose(exact, found) is found[1]
-    # An all-reduce that takes about as long loses nothing.
-    assert choose(dataclasses.replace(exact, seconds=0.51), found).config is None
-    assert choose(exact, []) is exact
-
-
-def test_quantized_gradients_lose_less_than_factors_and_more_than_an_all_reduce():
-    exact = Prediction(None, {}, 1e6, 1.0)
-    low_rank = Prediction(CONFIG, {"a": 64}, 1e5, 1.0)
-    formats = [Prediction(PowerSGDConfig(quantize=name), {}, 2e5, 1.0) for name in cost.FORMATS]
-    for number, best in enumerate(found := [exact, *formats, low_rank]):
-        assert choose(low_rank, found[number:][::-1]) is best
-    # The compute of factors, and then that of quantization, is more than may be.
-    times = {kind: ComputeTime((1e-3 if kind.quantize else 1.0,) * 3) for kind in kinds(CONFIG)}
-    half, *others = options(job_at(100.0), times, 0.5)
-    assert [p.config and p.config.quantize for p in (half, *others)] == [*cost.FORMATS]
-    assert half.seconds > others[0].seconds > others[1].seconds
-    assert half.bytes_per_step == job_at(100.0).exact(2).bytes_per_step
-    assert not options(job_at(100.0), times, 1e-3)
-
-
-def test_budgets_that_are_too_small_or_the_same_are_left_out():
-    found = options(job_at(100.0), dict.fromkeys(kinds(CONFIG, ()), CHEAP), None)
-    compressions = [float(p.config.compression or 0) for p in found if p.config is not None]
-    assert compressions == sorted(set(compressions))
-    plans = [tuple(sorted(p.ranks.items())) for p in found]
-    assert len(set(plans)) == len(plans)
-    # What is averaged exactly is more than 1/1280 of the bytes.
-    assert 1280 not in compressions
+        torch.testing.assert_close(total[tensor], error, rtol=1e-4, atol=1e-4)
+    assert compressor._engine.compressing == (name is not None)
+    assert name is not None or not compressor.error()

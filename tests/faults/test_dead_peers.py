@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
+from tests.support.balance import Ledger, batches, build, check_errors
 from tests.support.distributed import on_workers
-from tests.support.properties import Ledger, batches, build, check_errors
+from tests.support.sharded_training import RANK_2
 from tests.support.training import digest, patched
-from tests.support.wrappers import RANK_2, Wrapped, loss_of
+from tests.support.wrappers import Wrapped, loss_of
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""

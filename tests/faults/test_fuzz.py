@@ -11,9 +11,8 @@ import torch
 from hypothesis import HealthCheck, given
 
 from tests.support.device import INTERPRETED
-from tests.support.fp64_model import total
-from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
-from tests.support.fuzzing import Follower, fits, gamma, owed
+from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases
+from tests.support.fuzzing import Follower
 from tests.support.thinned import thinned
 
 triton_in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
@@ -73,8 +72,8 @@ HARMLESS = ["zero", "low rank", "one row", "denormal", "tiny", "spread"]
 
 
 @thinned("mode, dtype", list(MODES), [torch.float32, torch.bfloat16], together=1)
-def test_nothing_is_lost_in_80_steps(mode: str, dtype: torch.dtype) -> None:
-    keep_books(2, mode, dtype, steps=80)
+def test_nothing_is_lost_in_40_steps(mode: str, dtype: torch.dtype) -> None:
+    keep_books(2, mode, dtype, steps=40)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_nothing_is_lost_in_200_steps_of_any_number_of_workers(workers: int, mod
 
 
 def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int, node_sizes: tuple[int, ...] = (1,)) -> None:
-    """Σ_w E + W·Σ Ĝ = Σ_w Σ G, with the steps that were applied, and what buckets carry of those that were not."""
+    """Faults all the time, other buckets from step 20 on, and two saved states. Each step conserves what is owed."""
     rng = random.Random(f"{workers} {mode} {dtype}")
     faults = [
         Fault(step, rng.choice([None, *range(workers)]), rng.randrange(len(SHAPES)), rng.choice(kinds))
@@ -120,43 +119,10 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int, node_siz
     ] + [Fault(steps // 2, 0, 0, "inf")]
     case = Case(
         {**FIELDS, **MODES[mode]}, SHAPES, dict.fromkeys(SHAPES, dtype), workers, steps, rng.randrange(1000), 1.0,
-        tuple(faults), buckets=(2, 3), overlapping=True, reads=frozenset(),
+        tuple(faults), buckets=(*[2] * 20, 3), overlapping=True, reads=frozenset(),
         saves=frozenset({steps // 4, steps * 3 // 5}), node_sizes=node_sizes,
     )  # fmt: skip
     follower = Follower(case)
-    fleet, config = follower.fleet, follower.config
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    skipped = 0
-    for step in range(steps):
-        given_now = gradients(case, step)
-        names = list(SHAPES)
-        count = case.buckets[min(step // 20, 1)]
-        runs = fleet.step(given_now, [names[i::count] for i in range(count)])
-        finite = [all(tensor.isfinite().all() for tensor in run.averages[0].values()) for run in runs]
-        applied = all(finite) and all(fits(run) for run in runs)
-        assert all(bool(verdict) == applied for run in runs for verdict in run.verdicts)
-        skipped += not applied
-        for run, whole in zip(runs, finite, strict=True):
-            for segment in run.layout.segments:
-                name = segment.name
-                finite_part = [own[name].double().nan_to_num(nan=0, posinf=0, neginf=0) for own in given_now]
-                if applied or (whole and segment.rank):
-                    balance[name] += total(finite_part)
-                if applied:
-                    balance[name] -= workers * run.averages[0][name].double()
-                size[name] += total([G.abs() for G in finite_part])
-                if segment.rank:
-                    size[name] += total([owed(engine, segment)[1] for engine in fleet.engines]).view(segment.shape)
-        if step in case.saves:
-            follower.load(step)
-            fleet = follower.fleet
-    errors = fleet.errors()
-    assert isinstance(config.rank, int)
-    roundings = 4 * config.rank * config.iterations + workers + 8
-    assert 0 < skipped < steps / 2
-    assert len(errors[0]) == 7
-    for name, left in balance.items():
-        E = total([own[name].double() for own in errors]).view(left.shape) if name in errors[0] else left * 0
-        assert ((left - E).abs() <= gamma(roundings, compute) * size[name] + 2.0**-126).all(), name
+    follower.run()
+    assert 0 < follower.skipped < steps / 2
+    assert len(follower.owed_by_all()) == 7

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributed import HUNG, run
-from tests.support.faults.local import EVENTS, Local, takes_steps
+from tests.support.faults.local import Local
+from tests.support.faults.local_events import EVENTS, takes_steps
 
 
 def runs(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:

@@ -17,9 +17,7 @@ from tests.support.distributed import HUNG, run_cases
 from tests.support.faults import table
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
-
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
-
+from tests.support.programs import ROOT
 
 LOST = [title for title, _ in table.LOSSES]
 

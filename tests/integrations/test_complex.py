@@ -15,7 +15,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
-from tests.support.properties import check_same
+from tests.support.balance import check_same
 from tests.support.sharded_training import hybrid_mesh, make_test
 from tests.support.training import LIMIT, relative, total
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from powersgd_triton import attach
 from powersgd_triton.config import PowerSGDConfig
+from tests.support.balance import LIMIT
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
 from tests.support.mixture import EXPERTS, Mixture, backward, gradients, mesh_of, sharded
-from tests.support.properties import LIMIT
 from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
 from tests.support.small import complaint
 

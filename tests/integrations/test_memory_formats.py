@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.ddp.views import memory_order, strides_of
+from tests.support.balance import Ledger, check_close
 from tests.support.distributed import make_test
-from tests.support.properties import FULL_RANK, Ledger, check_close
-from tests.support.sharded_training import Gradients
+from tests.support.sharded_training import FULL_RANK, Gradients
 from tests.support.small import complaint
 from tests.support.training import relative
 from tests.support.wrappers import FSDP1, Batch, Wrapped

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import time
-import types
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,12 +21,8 @@ from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
-from powersgd_triton.planning import tuning
-from powersgd_triton.planning.cost import ComputeTime, Network
-from powersgd_triton.planning.trial import time_compute
 from tests.support import tensor_parallel
-from tests.support.checks import same_bits
-from tests.support.properties import check_close
+from tests.support.balance import check_close
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
@@ -46,39 +38,10 @@ from tests.support.sharded_training import (
     sharded,
     whole,
 )
+from tests.support.sharded_use import backward, check_said, parameters, train
 from tests.support.small import complaint
 from tests.support.training import relative
-from tests.support.wrappers import FSDP1, RATE, loss_of
-
-
-def check_said(*found: tuple[str, str]) -> None:
-    for said, pattern in found:
-        assert re.search(pattern, said, re.DOTALL), (said, pattern)
-
-
-def backward(module: Any, worker: int, step: int = 0) -> None:
-    module.zero_grad()
-    loss_of(module, batch(worker, step)).backward()
-
-
-def parameters(module: Any) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in module.named_parameters()}
-
-
-def train(module: Any, worker: int, steps: int = 3) -> dict[str, Tensor]:
-    """Whole parameters after some steps."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-    for step in range(steps):
-        backward(module, worker, step)
-        optimizer.step()
-    return parameters(module)
-
-
-def sums_in_its_own_group(worker: int, world_size: int) -> None:
-    """FSDP1's reduce-scatters may be under way in the module's."""
-    made = FSDP1(Net(), RANK_2)
-    made.step([batch(worker, 0)])
-    assert made.state._engine.communicator.group is not made.module.process_group
+from tests.support.wrappers import FSDP1
 
 
 def unequal_replicas(worker: int, world_size: int) -> None:
@@ -175,115 +138,6 @@ def mesh_dims(worker: int, world_size: int) -> None:
         state.load_state_dict(state.state_dict())
 
 
-def others_average(output: Tensor) -> None:
-    """What another library might set as the all-reduce hook."""
-    dist.all_reduce(output)
-
-
-def units_of(module: Any) -> list[Any]:
-    return [child for child in module.modules() if isinstance(child, FSDPModule)]
-
-
-def parameter_group(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_group
-
-
-def guards(worker: int, world_size: int) -> None:
-    """Averaging on another path ends the backward pass; what only adds to ours does not."""
-    mesh = hybrid_mesh(2, 2)
-
-    def replaced() -> Any:
-        module, _ = full_shard(Net(), mesh, RANK_2)
-        train(module, worker, 1)
-        for unit in units_of(module):
-            unit.set_all_reduce_hook(others_average)
-        return module
-
-    def reset() -> Any:
-        module = sharded(Net(), mesh)
-        native = parameter_group(module).mesh_info
-        apply_powersgd(module, RANK_2)
-        for unit in units_of(module):
-            parameter_group(unit).mesh_info = native
-        return module
-
-    def reduce_scattered() -> Any:
-        module = sharded(Net(), full_mesh(4))
-        native = parameter_group(module)._reduce_scatter_comm
-        apply_powersgd(module, RANK_2)
-        for unit in units_of(module):
-            unit.set_custom_reduce_scatter(native)
-        return module
-
-    accumulated = replaced()
-    for parameter in accumulated.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for module, pattern in (
-        (replaced(), "RuntimeError: gradients of.*test_sharded.others_average"),
-        (accumulated, "RuntimeError: gradients of.*test_sharded.others_average"),
-        (reset(), "its mesh_info was replaced"),
-        (reduce_scattered(), "reduce scatter comm: it was replaced by.*DefaultReduceScatter"),
-    ):
-        before = parameters(module)
-        check_said((complaint(module(batch(worker, 0)[0]).sum().backward), pattern))
-        for unit in units_of(module):
-            unit.reshard()
-        assert same_bits(parameters(module), before)
-    module, state = full_shard(Net(), mesh, RANK_2)
-    counted: list[int] = []
-    for unit in units_of(module):
-        ours = parameter_group(unit)._all_reduce_hook
-
-        def counting(output: Tensor, ours: Any = ours) -> None:
-            counted.append(output.numel())
-            ours(output)
-
-        unit.set_all_reduce_hook(counting)
-    train(module, worker, 2)
-    assert len(counted) == 2 * len(units_of(module)) == 6
-    assert state.iteration == 2
-
-
-def settled(worker: int, world_size: int) -> None:
-    """Of choices from measured times all workers settle the same, also where their shards differ."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "WARM_UP", 1)
-        patch.setattr(tuning, "MEASURED", 1)
-        for fields in ({"compression": "auto"}, {"compression": 3, "max_overhead": 0.3}):
-            model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(**fields))
-            train(model, worker, 6)
-            state.check_replicas()
-            found[str(fields)] = state._engine.plan.settled
-        numel = sum(parameter.numel() for parameter in Net().parameters())
-        # Not quantized gradients where they are not supported.
-        patch.setattr(tuning, "measure_network", lambda *_: Network(2, card=4.0 * numel))
-        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
-        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3))
-        split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
-        state = apply_powersgd(split, PowerSGDConfig(compression="auto"))
-        train(split, worker // 2, 6)
-        assert state._engine.plan.settled == {"compression": None}
-        patch.setattr(tuning, "time_compute", time_compute)
-        patch.setattr(tuning, "time", time)
-        # Two tensor-parallel workers have 17 and 16 rows of the embedding.
-        patch.setattr(tensor_parallel, "TOKENS", 33)
-        net = tensor_parallel.Net(0, 8)
-        net.mix = nn.Identity()  # type: ignore[assignment]
-        parallel = tensor_parallel.parallel(net, tensor_parallel.mesh_of(2, 1, 2))
-        config = PowerSGDConfig(compression=2, max_overhead=0.3, min_compression_rate=1)
-        state = apply_powersgd(parallel, config)
-        train(parallel, worker // 2, 6)
-        found["tensor parallel"] = state._engine.plan.settled
-    model = sharded(Net(), full_mesh(world_size))
-    with pytest.raises(ValueError, match="a sharded model without replicas does not: choose a number"):
-        apply_powersgd(model, PowerSGDConfig(compression="auto"))
-    everywhere: list[Any] = [None] * world_size
-    dist.all_gather_object(everywhere, found)
-    assert all(other == found for other in everywhere)
-    assert all(choice is not None for choice in found.values())
-
-
 def wrong_use(worker: int, world_size: int) -> None:
     applied = FSDP1(Net(), RANK_2)
     other, of_ddp, hook_of_ddp = (FSDP1(Net(), None).module for _ in range(3))
@@ -357,7 +211,6 @@ def wrong_use(worker: int, world_size: int) -> None:
 
 
 test_on_four_workers = make_test([unequal_replicas, made_equal, mesh_dims, wrong_use], 4)
-test_more_on_four_workers = pytest.mark.slow(make_test([sums_in_its_own_group, guards, settled], 4))
 
 
 def test_versions_of_torch() -> None:

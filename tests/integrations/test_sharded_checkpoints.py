@@ -25,9 +25,9 @@ from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
+from tests.support.balance import Ledger, check_close
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
-from tests.support.properties import Ledger, check_close
 from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
 from tests.support.small import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped

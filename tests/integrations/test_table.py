@@ -12,9 +12,10 @@ import pytest
 
 from tests.support import properties
 from tests.support.distributed import outcome
-from tests.support.properties import FORMATS, WAYS
+from tests.support.properties import FORMATS
 from tests.support.sharded_training import in_one_group
-from tests.support.wrappers import WRAPPERS
+from tests.support.ways import WAYS
+from tests.support.wrapper_table import WRAPPERS
 
 
 @dataclasses.dataclass(frozen=True)

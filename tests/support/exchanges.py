@@ -1,9 +1,16 @@
-"""Tests treat their models' messages as large. Else all buckets would be joined, and exchanges be all-reduces."""
+"""Tests treat their models' messages as large. Else all buckets would be joined, and exchanges be all-reduces.
+
+And whose exchanges these are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The planner takes its copy of the constants before they change.
 import powersgd_triton.ranks.planner  # noqa: F401
@@ -26,3 +33,19 @@ def latency_decides() -> Iterator[None]:
         yield
     finally:
         exchange.SMALL, exchange.SMALL_PART = before
+
+
+class Watch(TorchDispatchMode):
+    """Notes the workers of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            for argument in (*args, *(kwargs or {}).values()):
+                with contextlib.suppress(Exception):
+                    group = dist.ProcessGroup.unbox(argument)
+                    self.groups.append(tuple(sorted(dist.get_process_group_ranks(group))))
+        return func(*args, **(kwargs or {}))

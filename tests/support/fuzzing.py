@@ -9,68 +9,18 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import save
 from powersgd_triton.layout.constants import DEAD_COLUMN
 from powersgd_triton.layout.layout import Segment
 from powersgd_triton.layout.matrices import products
-from powersgd_triton.ops.bucket import Bucket, keys
+from powersgd_triton.ops.bucket import keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.reference import largest_error
 from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
+from tests.support.held import TINY, check_memory, check_read, fits, gamma, mean_in_range, owed, pair
 from tests.support.lockstep import BucketRun, Fleet, Values, assert_same_bits
 from tests.support.orthonormal import ORTHONORMAL, departure
-
-TINY = 2.0**-126
-"""What an operation on fp32 numbers may lose where they are denormal."""
-
-
-# What an engine holds ------------------------------------------------------------------------------------------------
-
-
-def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
-    """(E, size) in fp64, exactly as the engine holds it, without writing anything down.
-
-    Size is the sum of absolute values of what E is the sum of: the buffer and the product still to be subtracted.
-    """
-    matrix = engine.residuals.matrices.get(segment.name)
-    if matrix is None:
-        restored = engine.residuals.loaded.matrices.get(segment.name, {}).get("error")
-        E = torch.zeros(segment.rows, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
-        return E, E.abs()
-    E, bucket = torch.zeros(segment.rows, segment.m, dtype=torch.float64), matrix.bucket
-    first, behind = matrix.rows[bucket.worker]
-    assert (matrix.error is None) == (first == behind)
-    if matrix.error is not None:
-        E[first:behind] = matrix.error
-    size = E.abs()
-    if bucket.applied is not None and bucket.applied > 0:
-        for left, right in [pair(bucket, *factors, segment) for factors in bucket.product]:
-            # Other workers of the node subtract it from their rows.
-            E[first:behind] -= (left @ right.mT).flatten(0, 1)[first:behind]
-            size[first:behind] += (left.abs() @ right.abs().mT).flatten(0, 1)[first:behind]
-    return E, size
-
-
-def pair(bucket: Bucket, left: Tensor, right: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-    """Left [batch, n, r] and right factors [batch, m, r] of a tensor, in fp64."""
-    for group, L, R in zip(bucket.layout.groups, bucket.left(left), bucket.right(right), strict=True):
-        for other, P, Q in zip(group.segments, L.split(group.counts), R.split(group.counts), strict=True):
-            if other.name == segment.name:
-                return P.double(), Q.double()
-    raise AssertionError(segment)
-
-
-def fits(run: BucketRun) -> bool:
-    """Whether every average that was written is finite in its gradient's dtype."""
-    return all(bool(tensor.isfinite().all()) for tensor in run.written[0].values())
-
-
-def gamma(operations: int, dtype: torch.dtype) -> float:
-    """Relative error of a sum of that many terms in any order; twice for fp64, in which the model rounds too."""
-    u = torch.finfo(dtype).eps / 2
-    return (2 if dtype == torch.float64 else 1) * operations * u
 
 
 class Follower:
@@ -83,14 +33,15 @@ class Follower:
         self.buckets: list[list[str]] = []
         # Of the last step: what the next must start from.
         self.following: dict[str, Tensor] = {}
-        self.applied = 0
+        self.skipped = 0
 
     def run(self) -> None:
         for step in range(self.case.steps):
             self.step(step)
 
     def load(self, step: int) -> None:
-        """Save the state after a step, and go on from it in nodes of the next size."""
+        """Save the state after a step, and go on from it in nodes of the next size. What all owe stays the same."""
+        before = self.owed_by_all()
         saved = self.fleet.together(lambda engine: save(engine))
         sizes = self.case.node_sizes
         self.fleet = Fleet(
@@ -100,6 +51,20 @@ class Follower:
             sizes[sum(save <= step for save in self.case.saves) % len(sizes)],
         )
         self.fleet.load(saved)
+        for name, (exact, size) in before.items():
+            compute = torch.float64 if self.case.dtypes[name] == torch.float64 else torch.float32
+            tolerance = (gamma(len(saved) + 8, torch.float32) + self.stored_error(compute)) * size + 8 * TINY
+            assert ((self.owed_by_all()[name][0] - exact).abs() <= tolerance).all(), f"{name}: a saved state lost some"
+
+    def owed_by_all(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sums over the workers of what ``owed`` finds, of all matrices."""
+        found = {s.name: [owed(engine, s) for engine in self.fleet.engines] for s in self.segments()}
+        return {name: (total([E for E, _ in own]), total([size for _, size in own])) for name, own in found.items()}
+
+    def segments(self) -> list[Segment]:
+        """The matrices of all buckets that have errors."""
+        layouts = [self.fleet.layout(tuple(names), True) for names in self.buckets]
+        return [segment for layout in layouts for segment in layout.compressed if self.config.error_feedback]
 
     def by_node(self, each: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the workers of each node."""
@@ -122,6 +87,7 @@ class Follower:
         runs = self.fleet.step(given, self.buckets, case.overlapping)
         finite = [self.check_outputs(run, given, before) for run in runs]
         applied = all(finite) and all(fits(run) for run in runs)
+        self.skipped += not applied
         for run in runs:
             assert all(bool(verdict) == applied for verdict in run.verdicts), "the verdict is not what was written"
         for run, counts in zip(runs, finite, strict=True):
@@ -129,14 +95,12 @@ class Follower:
                 self.check_bases(run, segment, counts)
                 for index in range(segment.batch):
                     self.check_matrix(run, segment, index, given, before.get(segment.name), counts, applied)
-        self.check_memory()
-        if number in case.reads:
-            self.read()
-        if number in case.saves and self.mean_in_range():
+        check_memory(engines)
+        for engine in engines if number in case.reads else ():
+            check_read(engine, self.segments())
+        if number in case.saves and mean_in_range(engines):
             self.load(number)
             self.following = {} if self.config.error_feedback else self.following
-
-    # Outputs --------------------------------------------------------------------------------------------------------
 
     def check_outputs(
         self, run: BucketRun, given: list[Values], before: dict[str, list[tuple[Tensor, Tensor]]]
@@ -199,8 +163,6 @@ class Follower:
         assert ((error <= rounding + smallest) | overflowed | ~average.isfinite()).all(), segment
         assert not written[average.isnan()].isfinite().any(), segment
 
-    # Matrices -------------------------------------------------------------------------------------------------------
-
     def views(self, run: BucketRun, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
         assert run.backend is not None
         return pair(run.backend.bucket, *run.bases[at], segment)
@@ -261,7 +223,8 @@ class Follower:
         def chosen_basis(A: Tensor, size: Tensor) -> Tensor:
             """The basis that the run chose, which must span A."""
             at = next(chosen)
-            side = 0 if self.is_left(model, at) else 1
+            # Of a step's bases, every second one is a right one, or all are on the side of the turn.
+            side = 1 - (model.turn if self.config.algorithm == "alternating" else at) % 2
             basis = self.views(run, segment, at)[side][index]
             if at == len(run.bases) - 1 and not self.config.warm_start:
                 return basis
@@ -301,12 +264,6 @@ class Follower:
                 f"{segment}: error is off by {(error / tolerance).max()} (applied {applied})"
             )
 
-    def is_left(self, model: Model, at: int) -> bool:
-        """Whether the ``at``-th basis of a step is a left one."""
-        if self.config.algorithm == "alternating":
-            return model.turn % 2 == 1
-        return at % 2 == 1
-
     def stored_error(self, compute: torch.dtype) -> float:
         """Relative error of what is written to the error buffer; Triton's interpreter cuts off instead of rounding."""
         if not self.config.error_feedback or self.config.error_dtype is None:
@@ -341,34 +298,3 @@ class Follower:
             largest = largest_error(torch.promote_types(wide, self.case.dtypes[segment.name]))
             kept = ((after - before.clamp(-largest, largest)).abs() <= tolerance) | (lost & after.isfinite())
             assert kept.all(), f"{segment}: error became {after[~kept]} from {before[~kept]}"
-
-    # States ---------------------------------------------------------------------------------------------------------
-
-    def check_memory(self) -> None:
-        """Nothing that is kept is not finite, also once it is written down."""
-        for engine in self.fleet.engines:
-            for name, matrix in engine.residuals.matrices.items():
-                tensors = [*matrix.bases.values(), *([] if matrix.error is None else [matrix.error])]
-                assert all(tensor.isfinite().all() for tensor in tensors), f"{name}: what is remembered is not finite"
-
-    def mean_in_range(self) -> bool:
-        """Whether the sum of the workers' errors is, of which a saved state holds the mean."""
-        held = [matrix.error for engine in self.fleet.engines for matrix in engine.residuals.matrices.values()]
-        return sum(float(E.double().abs().amax()) for E in held if E is not None) < torch.finfo(torch.float32).max / 4
-
-    def read(self) -> None:
-        for engine in self.fleet.engines:
-            segments = [s for names in self.buckets for s in self.fleet.layout(tuple(names), True).compressed]
-            held = {
-                s.name: owed(engine, s)
-                for s in segments
-                if s.name in engine.residuals.matrices and self.config.error_feedback
-            }
-            for name, E in engine.residuals.error(engine.step).items():
-                if name in held:
-                    exact, size = held[name]
-                    tolerance = 2 * (torch.finfo(E.dtype).eps + gamma(64, torch.float32)) * size + TINY
-                    assert E.isfinite().all(), f"{name}: error() is not finite"
-                    overflowed = size >= torch.finfo(E.dtype).max
-                    close = (E.double() - exact).abs() <= tolerance
-                    assert (close | overflowed).all(), f"{name}: error() is not what is owed"

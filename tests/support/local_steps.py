@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
@@ -294,19 +293,3 @@ class InDeepSpeed(Training):
 
 
 BUILD: Mapping[str, Callable[..., Training]] = {"ddp": InDDP, "fsdp2": InFSDP2, "deepspeed": InDeepSpeed}
-
-
-class Watch(TorchDispatchMode):
-    """Notes the workers of each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            for argument in (*args, *(kwargs or {}).values()):
-                with contextlib.suppress(Exception):
-                    group = dist.ProcessGroup.unbox(argument)
-                    self.groups.append(tuple(sorted(dist.get_process_group_ranks(group))))
-        return func(*args, **(kwargs or {}))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.communicator import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import Part
 from powersgd_triton.core.engine import Engine
@@ -25,112 +23,10 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes.low_rank import LowRank
+from tests.support.lines import Line, Meeting, communicate
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
-
-
-class Meeting:
-    """Where workers that run in threads of their own wait for each other, and exchange tensors."""
-
-    def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=600)
-        self._tensors: list[Tensor] = [torch.empty(0)] * world_size
-
-    def gather(self, index: int, tensor: Tensor) -> Tensor:
-        """[workers, …]."""
-        self._tensors[index] = tensor.clone()
-        self._barrier.wait()
-        gathered = torch.stack(self._tensors)
-        self._barrier.wait()
-        return gathered
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
-class Line(Communicator):
-    """One worker's end.
-
-    In a step's schedule it notes what is to be communicated, and the worker goes on once ``communicate`` has done so.
-    In a meeting, where workers run in threads, it waits for the others.
-    """
-
-    def __init__(self, index: int, world_size: int) -> None:
-        super().__init__()
-        self._index, self._world_size = index, world_size
-        self.message: tuple[str, Tensor, Tensor] | None = None
-        self.meeting: Meeting | None = None
-
-    @property
-    def index(self) -> int:
-        return self._index
-
-    @property
-    def global_index(self) -> int:
-        return self._index
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        if self.world_size > 1 and tensor.numel():
-            if self.meeting is not None:
-                # One worker after the other, as ``communicate`` does.
-                tensor.copy_(functools.reduce(torch.add, self.meeting.gather(self.index, tensor)))
-            else:
-                self._note("sum", tensor, tensor)
-        return None
-
-    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> Any:
-        if sizes is None:
-            self._note("exchange", received, sent)
-        else:
-            # Rows of several lengths, padded so that they fit one tensor.
-            longest = max(sizes)
-            rows = [torch.nn.functional.pad(row, (0, longest - len(row))) for row in sent.split(list(sizes))]
-            self._note("exchange", received.view(len(sizes), -1), torch.stack(rows))
-
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
-        self._note("gather", gathered, tensor)
-
-    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
-        if self.world_size == 1:
-            return tensor.unsqueeze(0)
-        assert self.meeting is not None
-        return self.meeting.gather(self.index, tensor)
-
-    def _note(self, kind: str, received: Tensor, sent: Tensor) -> None:
-        assert self.message is None, "two messages at once"
-        self.message = kind, received, sent
-
-
-def communicate(lines: Sequence[Line]) -> None:
-    """Do what all workers wait for. Sums are made one worker after the other in the message's dtype."""
-    messages = [line.message for line in lines if line.message is not None]
-    for line in lines:
-        line.message = None
-    if not messages:
-        return
-    assert len(messages) == len(lines), "some workers sent a message and others did not"
-    # The rows that each worker receives may have another length.
-    kinds = {
-        (kind, received.numel() if kind == "sum" else 0, sent.shape, sent.dtype) for kind, received, sent in messages
-    }
-    assert len(kinds) == 1, "workers sent different messages"
-    ((kind, *_),) = kinds
-    sent = [tensor.clone() for _, _, tensor in messages]
-    total = sent[0].clone()
-    if kind == "sum":
-        for tensor in sent[1:]:
-            total += tensor
-    for worker, (_, received, _) in enumerate(messages):
-        if kind == "sum":
-            received.copy_(total)
-        else:
-            rows = torch.stack(sent if kind == "gather" else [tensor[worker] for tensor in sent])
-            received.copy_(rows[:, : received.shape[1]] if kind == "exchange" else rows.view_as(received))
 
 
 @dataclasses.dataclass(eq=False)

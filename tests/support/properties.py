@@ -4,221 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.layout.matrices import compressed_rank
-from powersgd_triton.ranks.report import RankReport
-from tests.support import wrappers
-from tests.support.sharded_training import Gradients, Net, batch, checkpoint, freeze, sent_elements
+from tests.support import wrapper_table
+from tests.support.balance import (
+    EIGHT_BITS,
+    LIMIT,
+    Ledger,
+    batches,
+    build,
+    check_close,
+    check_errors,
+    check_same,
+    exact_mean,
+    iteration,
+)
+from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
 from tests.support.small import complaint
-from tests.support.training import digest, flat, relative
-from tests.support.wrappers import RANK_2, RATE, WRAPPERS, Batch, Wrapped, loss_of, means
+from tests.support.training import flat, relative
+from tests.support.ways import WAYS
+from tests.support.wrapper_table import WRAPPERS
 
-FULL_RANK = PowerSGDConfig(rank=999, min_compression_rate=0)
-FORMATS = {"fp32": RANK_2, **wrappers.FORMATS}
-LIMIT = 1e-5
-"""Relative difference of sums in fp32 that are taken in another order."""
-EIGHT_BITS = 0.02
-"""Relative difference of sums that are rounded to 8 bits."""
-U = 2.0**-24
-"""Unit roundoff of fp32."""
-
-
-def build(wrapper: str, config: PowerSGDConfig | None, parameters: Gradients | None = None, **options: Any) -> Wrapped:
-    """A new model in a wrapper, with parameters of its own or those that are given."""
-    net = WRAPPERS[wrapper].net()
-    if parameters is not None:
-        net.load_state_dict(parameters)
-    return WRAPPERS[wrapper].make(net, config, **options)
-
-
-def batches(model: Wrapped, step: int, micro: int = 1) -> list[Batch]:
-    """This worker's micro-batches of a step."""
-    return [batch(model.data_worker(), step, index) for index in range(micro)]
-
-
-def exact_mean(model: Wrapped, given: Sequence[Batch]) -> Gradients:
-    """The mean over workers of their own gradients, by autograd alone. What is not finite counts as zero."""
-    twin = model.net_type()
-    twin.load_state_dict(model.parameters())
-    twin.use, twin.inject = model.net.use, model.net.inject
-    for micro in given:
-        (loss_of(twin, micro) / len(given)).backward()
-    own = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in twin.named_parameters()}
-    return means({name: torch.where(gradient.isfinite(), gradient, 0) for name, gradient in own.items()})
-
-
-class Ledger:
-    """What a model is given and what it applies, from now on."""
-
-    def __init__(self, model: Wrapped) -> None:
-        self.model, self.begin, self.steps = model, model.parameters(), 0
-        self.given: Gradients = {name: torch.zeros_like(p).double() for name, p in self.begin.items()}
-        self.owed = model.mean_error()
-
-    def step(self, given: Sequence[Batch], **options: Any) -> None:
-        for name, gradient in exact_mean(self.model, given).items():
-            self.given[name] += gradient
-        self.model.step(given, **options)
-        self.steps += 1
-
-    def check(self, *, rounds: bool = False) -> None:
-        """mean E + Σ Ĝ = mean Σ G + mean E before; something was left out; all workers hold the same parameters.
-
-        If it ``rounds`` what has no errors, the averages of these tensors are nearly those of the gradients.
-        """
-        now, error, rounded = self.model.parameters(), self.model.mean_error(), list[tuple[Tensor, Tensor]]()
-        for name, given in self.given.items():
-            sent = (self.begin[name].double() - now[name].double()) / RATE
-            left = sum(
-                sign * e[name].double().view(given.shape) for sign, e in ((1, error), (-1, self.owed)) if name in e
-            )
-            if rounds and not (name in error and error[name].any()):
-                rounded.append((sent.view(-1), given.view(-1)))
-                continue
-            # Each step rounds the parameter once.
-            allowed = LIMIT * given.norm() + self.steps * U * now[name].norm() / RATE
-            assert (sent + left - given).norm() <= allowed, f"{name}: {relative(sent + left, given)} is missing"
-        assert relative(flat(error) * 0, flat(error)) == 1, "nothing was left out"
-        if rounds:
-            # Together, since small tensors share a scale with larger ones.
-            sent, given = (torch.cat(tensors) for tensors in zip(*rounded, strict=True))
-            assert 10 * LIMIT < relative(sent, given) < EIGHT_BITS, relative(sent, given)
-        check_same(now.values())
-
-
-def check_same(tensors: Any, group: Any = None) -> None:
-    """That all workers have the same bits."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, digest(tensors), group)
-    assert len(set(found)) == 1, "workers hold different bits"
-
-
-def check_close(got: Gradients, expected: Gradients, start: Gradients, limit: float = LIMIT) -> None:
-    """That two trainings from the same parameters have moved to the same ones."""
-    assert got.keys() == expected.keys(), (sorted(got), sorted(expected))
-    moved = flat(expected) - flat(start)
-    assert moved.norm() > 0.01, "nothing was learned"
-    difference = (flat(got) - flat(expected)).norm()
-    # Parameters were rounded in each step.
-    assert difference <= limit * moved.norm() + 4 * U * flat(expected).norm(), f"{difference} of {moved.norm()}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way of training.
-
-    ``prepare`` changes the model before it is wrapped with ``options``, which go by a wrapper's first word, ``after``
-    the wrapped one. If ``unused``, a layer is used in every second step only. ``quick`` names wrappers; with ``only``,
-    wrappers that ``options`` does not name do not have this way.
-    """
-
-    micro: int = 1
-    step: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Callable[[Net], None] = lambda _: None
-    unused: bool = False
-    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    after: Callable[[Any], None] = lambda _: None
-    only: bool = False
-    quick: tuple[str, ...] = ()
-    limit: float = LIMIT
-
-    def fits(self, wrapper: str) -> bool:
-        return not self.only or wrapper.split()[0] in self.options
-
-
-def for_fsdp2(**options: Any) -> dict[str, dict[str, Any]]:
-    return dict.fromkeys(("FSDP2", "HSDP", "replicate"), options)
-
-
-def compiled(net: Net) -> None:
-    for block in net.blocks:
-        block.compile(backend="eager")
-
-
-def sums(module: Any, factor: float | None = None) -> None:
-    """Sums in place of averages, or what is divided by a factor."""
-    for child in [module, *module.blocks]:
-        if factor is not None:
-            child.set_gradient_divide_factor(factor)
-        child.set_force_sum_reduction_for_comms(True)
-
-
-def reduces_unused(module: Any) -> None:
-    # torch 2.9 lacks it.
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True)
-
-
-BF16 = torch.bfloat16
-WAYS = {
-    "plain": Way(),
-    "several backwards": Way(2, {"sync_each": True}, quick=("FSDP1 SHARD_GRAD_OP", "HSDP")),
-    "no sync": Way(2, quick=("DDP", "FSDP1", "FSDP2")),
-    "clipping": Way(step={"clip": 0.1}, quick=("FSDP2",)),
-    "frozen": Way(prepare=freeze, quick=("DDP", "FSDP1", "FSDP2", "local steps")),
-    "checkpointing": Way(prepare=checkpoint, quick=("FSDP2",)),
-    "unused": Way(
-        unused=True,
-        options={"DDP": {"find_unused_parameters": True}},
-        quick=("DDP", "FSDP2", "Compressor", "optimizer"),
-    ),
-    "mixed precision": Way(
-        options={
-            "FSDP1": {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)},
-            **for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)),
-        },
-        only=True,
-        quick=("FSDP1", "FSDP2"),
-        # Parameters that differ in their last bit may be rounded to different bf16 numbers.
-        limit=1e-3,
-    ),
-    # What torch sums in bf16 is rounded once more or less often than our averages.
-    "bf16": Way(
-        options=for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)),
-        only=True,
-        quick=("replicate",),
-        limit=2**-6,
-    ),
-    "no all-reduce": Way(2, {"all_reduce_last": True}, options={"HSDP": {}}, only=True, quick=("HSDP",)),
-    "divide factor": Way(
-        options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2", "replicate")
-    ),
-    "sums": Way(options=for_fsdp2(), after=sums, only=True, quick=("replicate",)),
-    "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True, quick=("FSDP2",)),
-    "no reshard": Way(
-        options={name: {"reshard_after_forward": False} for name in ("FSDP2", "HSDP")}, only=True, quick=("FSDP2",)
-    ),
-    "reshard to two": Way(options={"HSDP": {"reshard_after_forward": 2}}, only=True),
-    "offload": Way(
-        options=for_fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), only=True, quick=("replicate",)
-    ),
-    "compiled": Way(prepare=compiled, options=for_fsdp2(), only=True, quick=("replicate",)),
-    "bucket view": Way(options={"DDP": {"gradient_as_bucket_view": True}}, only=True, quick=("DDP",)),
-    "static graph": Way(options={"DDP": {"static_graph": True}}, only=True, quick=("DDP",)),
-    "unused, bucket view": Way(
-        unused=True,
-        options={"DDP": {"find_unused_parameters": True, "gradient_as_bucket_view": True}},
-        only=True,
-        quick=("DDP",),
-    ),
-    "flat parameters": Way(options={"FSDP1": {"use_orig_params": False}}, only=True, quick=("FSDP1",)),
-    "reentrant checkpointing": Way(
-        prepare=functools.partial(checkpoint, use_reentrant=True), options={"FSDP1": {}}, only=True, quick=("FSDP1",)
-    ),
-}
+FORMATS = {"fp32": RANK_2, **wrapper_table.FORMATS}
 
 
 def full_rank(worker: int, world_size: int, *, wrapper: str, way: str = "plain") -> None:
@@ -293,12 +108,6 @@ def stateless(worker: int, world_size: int, *, wrapper: str, folder: str) -> Non
     assert all(torch.equal(second[name], parameter) for name, parameter in first.items())
 
 
-def iteration(model: Wrapped) -> int:
-    """Steps that the compression has taken."""
-    name = "iteration" if hasattr(model.state, "iteration") else "step_counter"
-    return int(getattr(model.state, name))
-
-
 def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
     """What is all-reduced are the factors and the tensors that are not compressed, as the statistics count them."""
     model = build(wrapper, RANK_2)
@@ -371,13 +180,6 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     assert iteration(other) == iteration(model) == 5
 
 
-def check_errors(model: Wrapped, expected: Gradients) -> None:
-    found = model.mean_error()
-    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    for name, error in expected.items():
-        assert (found[name] - error).norm() <= LIMIT * error.norm() + U, name
-
-
 def taken_over(worker: int, world_size: int, *, wrapper: str, folder: str, source: str = "") -> None:
     """Another number of workers, or another wrapper, goes on from what ``resume`` has saved, and loses nothing."""
     path = f"{folder}/{source or wrapper}"
@@ -427,7 +229,7 @@ def budget(worker: int, world_size: int, *, wrapper: str, folder: str) -> None:
     path = f"{folder}/budget of {wrapper}"
     Path(path).mkdir(exist_ok=True)
     model, shards = build(wrapper, BUDGET), WRAPPERS[wrapper].shards
-    start = ranks(model.state.report())
+    start = {tensor.name: tensor.rank for tensor in model.state.report().tensors}
     for step in range(4):
         model.step(batches(model, step))
     report = model.state.report()
@@ -436,8 +238,9 @@ def budget(worker: int, world_size: int, *, wrapper: str, folder: str) -> None:
     # Elements are counted in whole ones, bucket by bucket.
     assert model.state.compression_stats()[2] <= allowed + 8
     assert report.bytes_per_step <= allowed < 2 * report.bytes_per_step, (report.bytes_per_step, allowed)
-    assert start.keys() == ranks(report).keys()
-    assert start != ranks(report), "no rank has moved"
+    moved = {tensor.name: tensor.rank for tensor in report.tensors}
+    assert start.keys() == moved.keys()
+    assert start != moved, "no rank has moved"
     shares = [tensor.energy_sent for tensor in report.tensors if tensor.rank]
     assert shares
     assert all(share is not None and 0 < share <= 1 + LIMIT for share in shares), shares
@@ -446,10 +249,6 @@ def budget(worker: int, world_size: int, *, wrapper: str, folder: str) -> None:
     other = build(wrapper, BUDGET)
     other.load(path)
     assert other.state.report().tensors == report.tensors
-
-
-def ranks(report: RankReport) -> dict[str, int]:
-    return {tensor.name: tensor.rank for tensor in report.tensors}
 
 
 def attached(worker: int, world_size: int, *, wrapper: str) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.balance import check_same
 from tests.support.distributed import run
-from tests.support.properties import check_same
 
 BATCH, TEST_IMAGES = 32, 597
 SEEDS = (0, 1, 2)

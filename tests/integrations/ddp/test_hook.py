@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.control import Control
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from tests.support.balance import Ledger, check_same
 from tests.support.checks import assert_equal_states, random_states
 from tests.support.distributed import make_test
-from tests.support.properties import Ledger, check_same
 from tests.support.sharded_training import Net
 from tests.support.sharded_training import batch as token_batch
 from tests.support.small import MANY, WIDTH, complaint, stack, training

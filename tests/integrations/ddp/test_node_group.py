@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.balance import Ledger, batches, check_same
 from tests.support.distributed import environment, make_test, on_workers
 from tests.support.exchanges import latency_decides
-from tests.support.properties import Ledger, batches, check_same
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
 from tests.support.sharded_training import Net, sent_elements
 from tests.support.small import MANY, RANK_2, WIDTH, complaint, logged, stack, training
@@ -34,7 +34,8 @@ from tests.support.training import (
     step_differences,
     total,
 )
-from tests.support.wrappers import Wrapped, in_nodes
+from tests.support.wrapper_table import in_nodes
+from tests.support.wrappers import Wrapped
 
 SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""

@@ -18,9 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from powersgd_triton import PowerSGDConfig, checkpoint
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState
+from tests.support.balance import check_same
 from tests.support.checks import assert_equal_states, same_bits
 from tests.support.distributed import folder, make_test
-from tests.support.properties import check_same
 from tests.support.small import (
     AT_ONCE,
     FEW,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
+from tests.support.balance import check_same
 from tests.support.deepspeed_training import (
     ACCUMULATE,
     BF16,
@@ -38,7 +39,6 @@ from tests.support.deepspeed_training import (
     zero,
 )
 from tests.support.distributed import folder
-from tests.support.properties import check_same
 from tests.support.sharded_training import Net, batch
 from tests.support.small import complaint
 

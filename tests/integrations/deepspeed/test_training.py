@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed")
 import torch
 from torch import Tensor
 
+from tests.support.balance import Ledger, batches, build
 from tests.support.deepspeed_training import (
     ACCUMULATE,
     BF16,
@@ -33,10 +34,8 @@ from tests.support.deepspeed_training import (
     weights,
     zero,
 )
-from tests.support.properties import Ledger, batches, build
-from tests.support.sharded_training import Net
+from tests.support.sharded_training import RANK_2, Net
 from tests.support.training import patched, total
-from tests.support.wrappers import RANK_2
 
 STEPS = 6
 CLIPPING = {"gradient_clipping": 0.3}

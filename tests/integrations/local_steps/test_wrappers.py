@@ -18,6 +18,7 @@ from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, Job, parametrized
 from tests.support.distributed import folder
+from tests.support.exchanges import Watch
 from tests.support.local_steps import (
     BUILD,
     NODE,
@@ -27,7 +28,6 @@ from tests.support.local_steps import (
     Net,
     OddNet,
     Training,
-    Watch,
     across,
     mean,
     mesh,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ import torch.distributed as dist
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.schemes import factors
-from tests.support.faults.episodes import bytes_of
 from tests.support.faults.peers import refused_step
+from tests.support.faults.saved import bytes_of, resume
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
 
 TIMEOUT = datetime.timedelta(seconds=1)
@@ -27,14 +29,20 @@ def _victim(trainer: Trainer) -> bool:
     return trainer.worker == trainer.dice.randrange(trainer.workers)
 
 
+def _check_said(trainer: Trainer, said: str, own: str, others: str, victim: bool) -> None:
+    """The victim has its own error, and the others one that names it."""
+    if not re.match(own if victim else others, said):
+        trainer.lost.append(f"the reason is not given: {said}")
+
+
 @contextlib.contextmanager
-def _refused(trainer: Trainer, *kinds: type[Exception]) -> Iterator[None]:
+def _refused(trainer: Trainer, own: str, others: str, victim: bool) -> Iterator[None]:
     """What is done here must raise such an error, and leave the running state as it is."""
     before = bytes_of(trainer.state.error()), trainer.state.iter
     try:
         yield
-    except kinds:
-        pass
+    except (ValueError, DisagreementError) as error:
+        _check_said(trainer, f"{type(error).__name__}: {error}", own, others, victim)
     else:
         trainer.lost.append("what one worker refused was done")
     if (bytes_of(trainer.state.error()), trainer.state.iter) != before:
@@ -51,7 +59,7 @@ def file_refused(trainer: Trainer, folder: Path) -> None:
     if victim:
         content = path.read_bytes()
         path.write_bytes(content[: int(cut * len(content))])
-    with _refused(trainer, ValueError):
+    with _refused(trainer, "ValueError: ", r"ValueError: load_state_dict failed on worker \d: Value", victim):
         trainer.state.load_state_dict(path)
     trainer.step()
 
@@ -60,7 +68,7 @@ def different_states(trainer: Trainer, folder: Path) -> None:
     saved, victim = trainer.state.state_dict(), _victim(trainer)
     trainer.step()
     later = trainer.state.state_dict()
-    with _refused(trainer, DisagreementError):
+    with _refused(trainer, differs := r"DisagreementError: .*worker \d differs from worker \d", differs, victim):
         trainer.state.load_state_dict(later if victim else saved)
     trainer.step()
 
@@ -111,24 +119,42 @@ def rank_function(trainer: Trainer, folder: Path) -> None:
         return trainer.setting.rank
 
     options: dict[str, Any] = {"matrix_approximation_rank": rank, **({} if named else {"module": None})}
-    refused_step(trainer, trainer.new_state(**options), LookupError, ValueError, DisagreementError)
+    said = refused_step(trainer, trainer.new_state(**options), LookupError, ValueError, DisagreementError)
+    own, kind = (
+        ("LookupError: ", "DisagreementError") if kind == "raises" else ("ValueError: the rank of ", "ValueError")
+    )
+    _check_said(trainer, said, own, rf"{kind}: a step failed on worker \d: {own}", victim)
 
 
 def no_memory(trainer: Trainer, folder: Path) -> None:
-    """One worker has no memory for the first bucket that is new, after the model was wrapped in others."""
-    cap = trainer.dice.choice([cap for cap in CAPS if cap != trainer.setting.cap])
-    trainer.wrap(cap)
-    failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left"))
-    make = failing if _victim(trainer) else factors.make_backend  # type: ignore[attr-defined]
+    """One worker has no memory for a bucket that is new, after the model was wrapped in others.
+
+    Then for the rest of one, of which parts that were loaded and not used yet are not lost either.
+    """
+    _without_memory(trainer, "make_backend", 0)
+    resume(trainer, folder)
+    _without_memory(trainer, "_fill", 1)
+
+
+def _without_memory(trainer: Trainer, name: str, call: int) -> None:
+    victim, original, calls = _victim(trainer), getattr(factors, name), itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == call and victim:
+            raise torch.OutOfMemoryError("no memory is left")
+        return original(*args)
+
+    trainer.wrap(trainer.dice.choice([cap for cap in CAPS if cap != trainer.setting.cap]))
     given, scale = trainer.gradients(), trainer.scaler.get_scale()
     assert trainer.replica is not None
     trainer.optimizer.zero_grad()
     trainer.buckets = []
-    with mock.patch.object(factors, "make_backend", make):
+    with mock.patch.object(factors, name, failing):
         try:
             trainer.scaler.scale(trainer.replica(given)).backward()
-        except (torch.OutOfMemoryError, DisagreementError):
-            pass
+        except (torch.OutOfMemoryError, DisagreementError) as error:
+            others = r"the allocation for a bucket failed on worker \d: OutOfMemoryError: no memory is left"
+            _check_said(trainer, str(error), "no memory is left", others, victim)
         else:
             trainer.lost.append("a step without memory looks complete")
     # Its gradient was not added to an error yet.

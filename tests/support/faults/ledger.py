@@ -47,8 +47,9 @@ class Ledger:
         Q̄ = fl(Σ Q / W)       W u Σ‖M‖ / W, times W ‖P̂‖: W √r u Σ‖M‖
         Ĝ = fl(P̂ Q̄ᵀ)          r u √r Σ‖M‖ / W, times W
 
-    which in sum is ``(1 + (r + 1)(1 + √r) + (W + r) √r) u Σ_w ‖M‖``; the alternating algorithm's is the same with sides
-    exchanged. A gradient that is taken back again costs u |M| twice, element by element, since it may be huge in one.
+    which in sum is ``(1 + (r + 1)(1 + √r) + (W + r) √r) u Σ_w ‖M‖``, where all but the 1 counts once an iteration; the
+    alternating algorithm's is the same with sides exchanged. A gradient that is taken back again costs u |M| twice,
+    element by element, since it may be huge in one.
 
     Args:
         shapes: {parameter's name: shape}.
@@ -77,7 +78,7 @@ class Ledger:
             before, applied = self._owed[name] + sum(given), self.workers * average.view_as(self._owed[name])
             self._owed[name] = before - applied
             root = math.sqrt(rank)
-            constant = 1 + (rank + 1) * (1 + root) + (self.workers + rank) * max(1.0, root)
+            constant = 1 + self.iterations * ((rank + 1) * (1 + root) + (self.workers + rank) * max(1.0, root))
             self._slack[name] += SECOND_ORDER * (constant * U + rounds * (unit - U)) * size
             # An average is M projected on orthonormal columns, which enlarges nothing.
             excess = float(applied.norm() - before.norm() - self._slack_of_elements[name].norm())
@@ -108,7 +109,7 @@ class Ledger:
         self._adopt(config, workers)
 
     def _adopt(self, config: PowerSGDConfig, workers: int) -> None:
-        self.workers = workers
+        self.workers, self.iterations = workers, config.iterations
         self.ranks = {name: compressed_rank(shape, config) for name, shape in self._shapes.items()}
         self._unit, self._tiny = UNITS[_kind(config)], TINY[_kind(config)]
 

@@ -25,7 +25,8 @@ from tests.support.distributed import run_cases
 from tests.support.exchanges import bytes_decide
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
-from tests.support.faults.local import LOST, Local, after
+from tests.support.faults.local import LOST, Local
+from tests.support.faults.local_events import after
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
 PATIENCE = 240.0
@@ -61,20 +62,21 @@ def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     refused_step(trainer, state, DisagreementError)
 
 
-def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> None:
-    """A backward pass with another state, which is refused; then the step with the trainer's own."""
-    own, trainer.state = trainer.state, state
+def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> str:
+    """A backward pass with another state, which is refused, and how; then the step with the trainer's own."""
+    own, trainer.state, said = trainer.state, state, "nothing"
     try:
         assert trainer.replica is not None
         trainer.optimizer.zero_grad()
         trainer.replica(trainer.gradients()).backward()
-    except expected:
-        pass
+    except expected as error:
+        said = f"{type(error).__name__}: {error}"
     else:
         trainer.lost.append("workers have trained with a state that was to be refused")
     trainer.state = own
     trainer.wrap(trainer.setting.cap)
     trainer.step()
+    return said
 
 
 def other_tensors(trainer: Trainer, folder: Path) -> None:
@@ -165,7 +167,7 @@ class Loss:
             _lose_local(trainer, victim)
             return []
         at = trainer.dice.choice(list(SHAPES))
-        before = {name: error.double() for name, error in trainer.state.error().items()}
+        before = trainer.owed()
         given = trainer.gradients()
         trainer.optimizer.zero_grad()
         trainer.buckets = []
@@ -216,16 +218,12 @@ def _lose_local(local: Local, victim: int) -> None:
 def _owed_differently(trainer: Trainer, before: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
     """This worker's own account of a step that was begun and not applied."""
     ledger = Ledger(SHAPES, 1, trainer.state.config)
-    ledger.differences([_complete(before)])
+    ledger.differences([before])
     began = {name for bucket in trainer.buckets for name in bucket}
     for name, gradient in given.items():
         fate = Fate.CARRIED if name in began and ledger.ranks[name] else Fate.DROPPED
         ledger.enter(name, fate, [gradient.double()], torch.zeros_like(gradient, dtype=torch.float64))
-    return ledger.differences([_complete(trainer.state.error())])
-
-
-def _complete(errors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
+    return ledger.differences([trainer.owed()])
 
 
 def lose(kind: str, times: int, folder: Path) -> list[Tally]:

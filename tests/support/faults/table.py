@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.distributed import run_cases
-from tests.support.faults import alone, episodes, local, peers
+from tests.support.faults import alone, episodes, local_events, peers, saved
 from tests.support.faults.episodes import Fault, Tally
 
 PAGE = Path("docs", "faults.md")
@@ -72,17 +72,17 @@ FAULTS = [
     ),
     Fault("the same, with the state saved and loaded right after it", "as above", episodes.exception_then_save),
     Fault("buckets of another size in mid-run", GOES_ON, episodes.other_buckets),
-    Fault("saved and loaded in mid-run", GOES_ON, episodes.resumed),
-    Fault("saved and loaded at another rank", GOES_ON, episodes.resumed_at_another_rank),
+    Fault("saved and loaded in mid-run", GOES_ON, saved.resumed),
+    Fault("saved and loaded at another rank", GOES_ON, saved.resumed_at_another_rank),
     Fault(
         "saved, and loaded where nothing is compressed",
         "the remaining error is added to the next gradient",
-        episodes.resumed_uncompressed,
+        saved.resumed_uncompressed,
     ),
-    Fault("a bit flipped in a saved file", REFUSED, episodes.flipped_bit),
-    Fault("a saved file cut off", REFUSED, episodes.truncated),
-    Fault("a file that is something else", REFUSED, episodes.foreign_file),
-    Fault("a saved state of another model or format", REFUSED, episodes.foreign_state),
+    Fault("a bit flipped in a saved file", REFUSED, saved.flipped_bit),
+    Fault("a saved file cut off", REFUSED, saved.truncated),
+    Fault("a file that is something else", REFUSED, saved.foreign_file),
+    Fault("a saved state of another model or format", REFUSED, saved.foreign_state),
     Fault("a saved file that only one worker cannot read", REFUSED_BY_ALL, alone.file_refused),
     Fault(
         "workers that load different states",
@@ -112,14 +112,14 @@ FAULTS = [
     *(
         Fault(f"local steps: {title}", outcome, inject, local=True)
         for title, outcome, inject in (
-            ("a parameter frozen for a time", "an ordinary exchange", local.freezes),
-            ("a parameter that is unfrozen", "it is exchanged from then on", local.unfreezes),
-            ("buffers of new values and sizes, perhaps a NaN", "the mean of the others", local.averages_buffers),
-            ("±inf or NaN in the parameters of one worker", "only its changes are lost", local.is_not_finite),
-            ("an exchange that fails", "the exception; the next exchange sends what was changed", local.fails),
-            ("other numbers of steps before `finish`", "an ordinary exchange", local.finishes_unevenly),
-            ("saved and loaded in mid-round", "the same bits, or the mean of what all had", local.resumes),
-            ("a wrong field in a saved state", REFUSED_BY_ALL, local.refuses),
+            ("a parameter frozen for a time", "an ordinary exchange", local_events.freezes),
+            ("a parameter that is unfrozen", "it is exchanged from then on", local_events.unfreezes),
+            ("buffers of new values and sizes, perhaps a NaN", "the mean of the others", local_events.averages_buffers),
+            ("±inf or NaN in the parameters of one worker", "only its changes are lost", local_events.is_not_finite),
+            ("an exchange that fails", "the exception; the next exchange sends what was changed", local_events.fails),
+            ("other numbers of steps before `finish`", "an ordinary exchange", local_events.finishes_unevenly),
+            ("saved and loaded in mid-round", "the same bits, or the mean of what all had", local_events.resumes),
+            ("a wrong field in a saved state", REFUSED_BY_ALL, local_events.refuses),
         )
     ),
 ]

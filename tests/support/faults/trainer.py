@@ -77,6 +77,10 @@ class Setting:
     error_dtype: str | None
     scaled: bool
     cap: float
+    # Of random runs: whether DDP's gradients are views of its buckets, and stay from step to step, and further fields.
+    view: bool = False
+    stay: bool = False
+    fields: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> Setting:
@@ -87,6 +91,20 @@ class Setting:
             scaled=dice.random() < 0.3 if scaled is None else scaled,
             cap=dice.choice(CAPS[:2]),
         )
+
+    @classmethod
+    def vary(cls, dice: random.Random) -> Setting:
+        """Draw everything."""
+        setting = cls.draw(dice)
+        fields = {
+            "start_powerSGD_iter": dice.choice((0, 0, 3)),
+            "min_compression_rate": dice.choice((0, 0.5)),
+            "iterations": dice.choice((1, 1, 2)),
+            "warm_start": setting.algorithm == "alternating" or dice.random() < 0.7,
+            "batch_tensors_with_same_shape": dice.random() < 0.5,
+        }
+        more: dict[str, Any] = {"view": dice.random() < 0.5, "stay": dice.random() < 0.5}
+        return dataclasses.replace(setting, **more, fields=tuple(fields.items()))
 
 
 class Trainer:
@@ -100,10 +118,10 @@ class Trainer:
         self.lost: list[str] = []
         self.poisoned: list[str] = []
         self.buckets: list[list[str]] = []
-        self._wrapped: float | None = None
+        self.returned: Gradients = {}
+        self.skipped = 0
+        self._wrapped: tuple[float, bool] | None = None
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
-
-    # An episode ---------------------------------------------------------------------------------------------------
 
     def begin(self, setting: Setting) -> None:
         """A state that owes nothing."""
@@ -111,7 +129,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3, enabled=setting.scaled)
         self.state = self.new_state()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-20)
-        if self._wrapped != setting.cap:
+        if self._wrapped != (setting.cap, setting.view):
             self.wrap(setting.cap)
         self.ledger = Ledger(SHAPES, self.workers, self.state.config)
 
@@ -125,7 +143,7 @@ class Trainer:
             "error_dtype": setting.error_dtype,
             "module": self.model,
         }
-        state = PowerSGDState(None, **{**options, **fields})
+        state = PowerSGDState(None, **{**options, **dict(setting.fields), **fields})
         if setting.scaled:
             state.attach(self.scaler)
         return state
@@ -133,9 +151,12 @@ class Trainer:
     def wrap(self, cap: float) -> None:
         """Wrap the model anew, in buckets of other sizes."""
         self.unwrap()
-        self.replica = DistributedDataParallel(self.model, bucket_cap_mb=cap, find_unused_parameters=True)
+        view = self.setting.view
+        self.replica = DistributedDataParallel(
+            self.model, bucket_cap_mb=cap, find_unused_parameters=True, gradient_as_bucket_view=view
+        )
         self.replica.register_comm_hook(self, _recorded)
-        self._wrapped = cap
+        self._wrapped = cap, view
 
     def unwrap(self) -> None:
         """Let go of the wrapper, whose hooks would otherwise stay with the parameters."""
@@ -149,8 +170,6 @@ class Trainer:
         self.state.load_state_dict(saved)
         self.ledger.load(self.state.config, self.workers)
         self.wrap(self.setting.cap)
-
-    # A step -------------------------------------------------------------------------------------------------------
 
     def gradients(self, size: float = 1.0) -> Gradients:
         """This worker's, drawn at random."""
@@ -166,7 +185,8 @@ class Trainer:
         given = self.gradients() if given is None else given
         scale = self.scaler.get_scale()
         assert self.replica is not None
-        self.optimizer.zero_grad()
+        compresses = self.state.iter >= self.state.config.start_iter
+        self.optimizer.zero_grad(set_to_none=not self.setting.stay)
         self.buckets = []
         for micro in before:
             with self.replica.no_sync():
@@ -176,13 +196,15 @@ class Trainer:
         for micro in [*before, given]:
             for name, gradient in micro.items():
                 total[name] += scale * gradient
+        # Where no worker uses a parameter, DDP discards its average.
         averages = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            name: (p.grad if p.grad is not None and p.grad.any() else self.returned[name]).detach().clone()
             for name, p in self.model.named_parameters()
         }
         finite = all(bool(average.isfinite().all()) for average in averages.values())
         self._update(finite)
-        self._enter(total, averages, scale)
+        self._enter(total, averages, scale, compresses)
+        self.skipped += not finite
         if spoiled is not None:
             missed = [name for name in spoiled if averages[name].isfinite().all()]
             if missed:
@@ -204,21 +226,19 @@ class Trainer:
         if any(not parameter.isfinite().all() for _, parameter in used):
             self.poisoned.append("weights")
 
-    def _enter(self, total: Gradients, averages: Gradients, scale: float) -> None:
+    def _enter(self, total: Gradients, averages: Gradients, scale: float, compresses: bool) -> None:
         given = self._gathered({name: gradient.double() / scale for name, gradient in total.items()})
         bits = self._gathered({name: average.view(torch.int32).double() for name, average in averages.items()})
         if any(not torch.equal(bits[0][name], other[name]) for other in bits for name in SHAPES):
             self.lost.append("workers have different averages")
-        spoiled = {name for bucket in self.buckets for name in bucket if self._spoiled(bucket, averages)}
+        broken = [bucket for bucket in self.buckets if not all(averages[name].isfinite().all() for name in bucket)]
+        spoiled = {name for bucket in broken for name in bucket}
         for name in SHAPES:
             fate = Fate.APPLIED
             if spoiled:
-                fate = Fate.CARRIED if name not in spoiled and self.ledger.ranks[name] else Fate.DROPPED
+                kept = name not in spoiled and self.ledger.ranks[name] and compresses
+                fate = Fate.CARRIED if kept else Fate.DROPPED
             self.ledger.enter(name, fate, [gradients[name] for gradients in given], averages[name].double() / scale)
-
-    @staticmethod
-    def _spoiled(bucket: Sequence[str], averages: Gradients) -> bool:
-        return any(not averages[name].isfinite().all() for name in bucket)
 
     def fail(self, name: str) -> None:
         """A backward pass that ends with an exception at a parameter, on all workers. What was compressed is carried.
@@ -249,15 +269,16 @@ class Trainer:
             nothing = torch.zeros(SHAPES[name], dtype=torch.float64)
             self.ledger.enter(name, fate, [gradients[name] for gradients in everyone], nothing)
 
-    # Audits -------------------------------------------------------------------------------------------------------
-
     def audit(self) -> None:
         """Compare what all workers owe with the ledger, and look whether anything in the state is not finite."""
-        errors = self.state.error()
-        mine = {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
-        self.lost += self.ledger.differences(self._gathered(mine))
+        self.lost += self.ledger.differences(self._gathered(self.owed()))
         for name, parts in self.state.state_dict()["matrices"].items():
             self.poisoned += [f"{part} of {name}" for part, tensor in parts.items() if not tensor.isfinite().all()]
+
+    def owed(self) -> Gradients:
+        """What this worker owes of every parameter, in fp64."""
+        errors = self.state.error()
+        return {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
 
     def _gathered(self, named: Gradients) -> list[Gradients]:
         """Every worker's fp64 tensors."""
@@ -274,4 +295,5 @@ class Trainer:
 def _recorded(trainer, bucket):
     """The hook with the state of the trainer's current episode. Without annotations, which DDP would compare."""
     trainer.buckets.append([trainer._names[parameter] for parameter in bucket.parameters()])
+    trainer.returned.update(zip(trainer.buckets[-1], bucket.gradients(), strict=True))
     return powerSGD_hook(trainer.state, bucket)
