@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import loss_per_byte, trainings
-from benchmarks.arms import MESSAGES, Arm, of_demo
+from benchmarks.arms import INNER, MESSAGES, Arm, inner, of_demo
 from benchmarks.markdown import markdown_table
 from benchmarks.trainings import RESULTS, Point
 
@@ -144,15 +144,16 @@ def family(arm: str) -> str:
 
 def label(arm: str) -> str:
     """Return an arm's message and round, as short as it can be."""
-    gradients = of_demo(arm)
-    if gradients is not None:
-        return loss_per_byte.label(arm)
+    rate = f" rate × {inner(arm):g}" if inner(arm) != 1 else ""
+    if of_demo(arm) is not None:
+        return f"{loss_per_byte.label(INNER.sub('', arm))}{rate}".strip()
     one = Arm.parse(arm)
     rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
     delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
     grows = " growing" if one.options.get("grow") else ""
     keep = f" keep {one.options['keep']:g}" if one.options.get("keep") else ""
-    return f"{one.message}{rounds}{grows}{delay}{keep}"
+    senders = " senders" if one.options.get("senders") else ""
+    return f"{one.message}{rounds}{grows}{delay}{keep}{senders}{rate}"
 
 
 def tuned(point: Point) -> float:
