@@ -18,7 +18,7 @@ from powersgd_triton.comm.control import DisagreementError
 from powersgd_triton.core import schedule
 from powersgd_triton.core.buckets import Buckets
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, steps
+from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, rounds
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from tests.support.faults.trainer import InjectedError
 from tests.support.local_steps import CONFIGS, NESTEROV, SGD, mean, put, real, same_bits
@@ -103,7 +103,7 @@ class Local:
 
     def act(self, call: Callable[[], Any]) -> Any:
         """Call something of the local steps, and note the exchanges that begin in it."""
-        with patched(steps, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
+        with patched(rounds, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
             return call()
 
     def _begun(self, *arguments: Any) -> Any:
@@ -142,7 +142,7 @@ class Local:
 
     def audit(self) -> None:
         """Compare with the books. An exchange under way is finished, and sometimes one begins."""
-        if self.dice.random() < 0.5 or self.state._pending is not None:
+        if self.dice.random() < 0.5 or self.state._rounds.pending is not None:
             self.act(self.state.finish)
         local, theta, error = self.seen()
         self.poisoned += [str(self.state.steps) for tensor in (local, theta, error) if not tensor.isfinite().all()]
