@@ -147,7 +147,7 @@ class Local:
         local, theta, error = self.seen()
         self.poisoned += [str(self.state.steps) for tensor in (local, theta, error) if not tensor.isfinite().all()]
         missing = float((self._balance() - self.base).abs().max())
-        if not missing <= LOST or not same_bits(theta):
+        if not missing <= LOST or not same_bits(self.flat(self.state.shared())):
             self.lost.append(f"{missing:.3g} of the changes, or workers hold different bits of θ")
         self.audit_local()
 
