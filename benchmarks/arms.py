@@ -116,7 +116,8 @@ def prepare(
 ) -> train.Prepared:
     """Make the demo's model ready for training in an arm's way, as ``train.train`` wants it."""
     settings = dataclasses.replace(settings, rate=settings.rate * inner(arm))
-    gradients, replica, then = of_demo(arm), model, None
+    replica: nn.Module = model
+    gradients, then = of_demo(arm), None
     if gradients is not None:
         replica, _ = gradient_arms.distribute(model, settings, timer, gradients)
     elif (one := Arm.parse(arm)).method == "demo":

@@ -98,12 +98,6 @@ class OuterState:
         """Return {name: θ} without gradients. They are not copies."""
         return {name: parameter.detach() for name, parameter in self.shared.items()}
 
-    def errors(self) -> Tensors:
-        """Return copies {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
-        self._engine.finish()
-        found, theta, shapes = self._engine.residuals.error(self._engine.step), self.theta(), self.local.shapes
-        return {name: self.local.without_padding(E.view(shapes[name]), theta[name]) for name, E in found.items()}
-
     @torch.no_grad()
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""

@@ -173,7 +173,7 @@ class LocalSteps(Handle):
 
     def error(self) -> Tensors:
         """See ``Handle.error``. {name: E as θ is shaped}, without tensors of which nothing was sent."""
-        return self._outer.errors()
+        return self._rounds.errors()
 
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
