@@ -199,7 +199,9 @@ class OuterState:
             gradients, finite = self.pseudo_gradients()
             copies = self.copies(finite)
             for name, tensor in self.local.tensors():
-                changes = self.local.without_padding(self._engine.communicator.mean(gradients[name]), tensor).to(tensor.device)
+                changes = self.local.without_padding(self._engine.communicator.mean(gradients[name]), tensor).to(
+                    tensor.device
+                )
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
             for name, start in self._starts.items():
                 parts[name]["own_start"] = start.clone()

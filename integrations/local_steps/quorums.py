@@ -39,11 +39,12 @@ class Peers:
 
 
 class Quorums(Managed):
-    """The workers of each new quorum, and what one of them that heals takes over of another one beside the engine's state.
+    """The workers of each new quorum. Methods that ``Managed`` does not have are those of ``Peers``.
 
-    That is θ, the outer optimizer and buffers. A survivor keeps what it has changed and not sent, θ − its parameters. If
-    the others have applied an exchange of which it does not know, it sends its changes again, and its error has lost
-    what was sent of them. A worker that is new starts from θ. The other methods are those of ``Peers``.
+    A worker that heals takes over θ, the outer optimizer and buffers of another one, beside the engine's state. A
+    survivor keeps what it has changed and not sent, θ − its parameters. If the others have applied an exchange of which
+    it does not know, it sends its changes again, and its error has lost what was sent of them. A worker that is new
+    starts from θ.
     """
 
     stay = False
@@ -101,7 +102,9 @@ class Quorums(Managed):
         values = {}
         for name, theta in outer.theta().items():
             theta.copy_(state["shared"][name])
-            values[name] = theta if fresh else theta - outer.local.without_padding(changes[name], theta).to(theta.device)
+            values[name] = (
+                theta if fresh else theta - outer.local.without_padding(changes[name], theta).to(theta.device)
+            )
         outer.write(values)
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])

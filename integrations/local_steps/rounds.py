@@ -44,7 +44,7 @@ class Rounds:
     def resume(self, steps: int, since: int, every: int) -> None:
         """Continue in a round of ``every`` steps of which ``since`` are done."""
         self.steps, self.since, self.every = steps, since, every
-        # Number of steps when the last exchange was tried. If it does not apply, the others' next one sends its changes.
+        # Number of steps when the last exchange was tried. If it has failed, the next one sends its changes.
         self._tried = steps - since
         self.pending: PendingExchange | None = None
 
