@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus
+from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus, versus_plan
 from benchmarks.network import links
 from benchmarks.network.links_report import crossover, steps_to
 from powersgd_triton.demo.arms import PARALLELISMS, Arm
@@ -131,7 +131,7 @@ def test_arms_are_parsed() -> None:
     assert (versus.family(sparse), versus.label(sparse)) == ("local codes", "sparse50x, H = 2 keep 0.9")
     assert versus.label("sparseloco:512+every5+senders1+inner1.5") == "512, H = 5 senders rate × 1.5"
     assert versus.label("ours:19x+inner2") == "19× rate × 2"
-    for those in versus.PLAN:
+    for those in versus_plan.PLAN:
         for arm in those.arms:
             arms.check(arm)
     for model in loss_per_byte.MODELS.values():
