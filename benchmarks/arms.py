@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,17 @@ MESSAGES = {
 ranks or of the sparse format; for the last two how many entries of a chunk."""
 OPTIONS: dict[str, dict[str, float | None]] = {
     "alone": {},
-    "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0, "keep": 0.0},
-    "diloco": {"every": None, "outer": 0.7, "momentum": 0.9},
-    "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95},
+    "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0, "keep": 0.0, "inner": 1.0},
+    "diloco": {"every": None, "outer": 0.7, "momentum": 0.9, "inner": 1.0},
+    "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95, "senders": 0.0, "inner": 1.0},
     "demo": {"rate": 1e-3, "decay": 0.999},
 }
-"""{method: {option: default}}. An option without a default must be given."""
+"""{method: {option: default}}. An option without a default must be given. ``inner`` multiplies the learning rate of the
+workers' own optimizer; with ``senders``, an entry is the mean over the workers that have sent it."""
+INNER = re.compile(r"\+inner(\d+(?:\.\d+)?)")
+
+Make = Callable[[GPT, train.Settings], Sequence[torch.optim.Optimizer]]
+"""Returns the optimizers of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +89,15 @@ class Arm:
 
 
 def of_demo(arm: str) -> gradient_arms.Arm | None:
-    """Parse an arm that averages gradients in a way of the demo. None for other arms."""
+    """Parse an arm that averages gradients in a way of the demo, also with another learning rate. None for others."""
     ours = re.split("[:+]", arm)[0] in ("allreduce", "torch", "ours")
-    return gradient_arms.Arm.parse(arm, DEFAULT_RANK) if ours else None
+    return gradient_arms.Arm.parse(INNER.sub("", arm), DEFAULT_RANK) if ours else None
+
+
+def inner(arm: str) -> float:
+    """Return what multiplies the learning rate of an arm's workers."""
+    found = INNER.search(arm)
+    return float(found[1]) if found else 1.0
 
 
 def check(arm: str) -> None:
@@ -95,18 +106,27 @@ def check(arm: str) -> None:
         Arm.parse(arm)
 
 
-def prepare(model: GPT, settings: train.Settings, timer: HookTimer, arm: str) -> train.Prepared:
+def adamw(model: nn.Module, settings: train.Settings) -> Sequence[torch.optim.Optimizer]:
+    """Return the demo's optimizer of a model."""
+    return [torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)]
+
+
+def prepare(
+    model: GPT, settings: train.Settings, timer: HookTimer, arm: str, optimizers: Make = adamw
+) -> train.Prepared:
     """Make the demo's model ready for training in an arm's way, as ``train.train`` wants it."""
-    gradients = of_demo(arm)
+    settings = dataclasses.replace(settings, rate=settings.rate * inner(arm))
+    replica: nn.Module = model
+    gradients, then = of_demo(arm), None
     if gradients is not None:
-        return gradient_arms.distribute(model, settings, timer, gradients)
-    one = Arm.parse(arm)
-    if one.method == "demo":
+        replica, _ = gradient_arms.distribute(model, settings, timer, gradients)
+    elif (one := Arm.parse(arm)).method == "demo":
         rate, decay = one.options["rate"], one.options["decay"]
         demo = rivals.DeMo(list(model.parameters()), rate, int(one.message), decay, train.WEIGHT_DECAY)
         return model, train.stepping(settings, demo)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)
-    step, then = train.stepping(settings, optimizer), between_steps(model, one, settings.steps)
+    step = train.stepping(settings, *optimizers(model, settings))
+    if gradients is None:
+        then = between_steps(model, one, settings.steps)
     done = itertools.count(1)
 
     def update(loss: Tensor) -> None:
@@ -114,7 +134,7 @@ def prepare(model: GPT, settings: train.Settings, timer: HookTimer, arm: str) ->
         if then is not None:
             then(next(done))
 
-    return model, update
+    return replica, update
 
 
 def between_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None] | None:
@@ -131,7 +151,7 @@ def between_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], Non
     if arm.method == "local":
         return _local_steps(model, arm, steps)
     if arm.method == "sparseloco":
-        mean: rivals.Mean = rivals.SparseMean(int(arm.message), options["decay"])
+        mean: rivals.Mean = rivals.SparseMean(int(arm.message), options["decay"], senders=bool(options["senders"]))
     else:
         mean = {"fp32": rivals.exact_mean, "fp4": rivals.mean_in_4_bits}[arm.message]
     return rivals.Rounds(model, int(options["every"]), mean, options["outer"], options.get("momentum", 0.0))

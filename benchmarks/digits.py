@@ -119,7 +119,7 @@ def _train(worker: int, arm: str, seed: int, steps: int, network: Network) -> Fi
         # One bucket, since torch's hook cannot do more on gloo.
         replica = DistributedDataParallel(model, bucket_cap_mb=1024)
         replica.register_comm_hook(*communication(gradients, model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * arms.inner(arm), momentum=MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     generator = torch.Generator().manual_seed(seed + 1 + worker)
     traffic = Traffic()

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from benchmarks import arms
-from powersgd_triton.demo.arms import distribute
-from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
-from powersgd_triton.demo.train import WEIGHT_DECAY, Prepared, Settings, stepping
+from powersgd_triton.demo.train import WEIGHT_DECAY, Settings
 
 
-def prepare(model: GPT, settings: Settings, timer: HookTimer, arm: str) -> Prepared:
-    """Make the demo's model ready for training in an arm's way, as ``train.train`` wants it."""
-    gradients = arms.of_demo(arm)
-    if gradients is None:
-        raise ValueError(f"expected an arm that averages gradients; got {arm!r}")
-    replica, _ = distribute(model, settings, timer, gradients)
+def optimizers(model: GPT, settings: Settings) -> Sequence[torch.optim.Optimizer]:
+    """Return both optimizers of a model."""
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
     those = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in those]
     # "match_rms_adamw" makes steps as large as AdamW's, so that both have one learning rate.
     rate = settings.learning_rate
     muon = torch.optim.Muon(matrices, rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, rate, weight_decay=WEIGHT_DECAY)
-    return replica, stepping(settings, muon, adamw)
+    return muon, torch.optim.AdamW(others, rate, weight_decay=WEIGHT_DECAY)
+
+
+prepare = functools.partial(arms.prepare, optimizers=optimizers)

@@ -85,11 +85,14 @@ class SparseMean:
     Args:
         k: Entries of a chunk that are sent, in 2 bits and their indices.
         decay: Of what was not sent.
+        senders: Whether an entry is the mean over those workers that have sent it, as in the released program, and not
+            over all. That program multiplies changes by the outer rate before the error is added to them, which is the
+            same at a constant rate.
     """
 
-    def __init__(self, k: int, decay: float) -> None:
+    def __init__(self, k: int, decay: float, *, senders: bool = False) -> None:
         self._message = TopK(SIDE * SIDE, k, two_bits=True)
-        self._decay = decay
+        self._decay, self._senders = decay, senders
         self._error: Tensor | None = None
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -99,7 +102,8 @@ class SparseMean:
             chunks += self._decay * self._error
         own = self._message.encode(chunks)
         self._error = chunks - self._message.decode(own, len(chunks))
-        mean = torch.stack([self._message.decode(message, len(chunks)) for message in _gather(own)]).mean(0)
+        decoded = torch.stack([self._message.decode(message, len(chunks)) for message in _gather(own)])
+        mean = decoded.sum(0) / ((decoded != 0).sum(0).clamp_(min=1) if self._senders else len(decoded))
         flat = mean[len(matrices) :].view(-1)[: vectors.numel()]
         return from_chunks(mean[: len(matrices)], flat.view_as(vectors), tensors)
 

@@ -3,7 +3,7 @@
 python benchmarks/versus.py run [--arms local:ternary+every5 diloco:fp4+every10 … --seeds 0 1 2 --workers 4 --steps 600]
 python benchmarks/versus.py report [--write]
 
-``run`` trains what is missing, the trainings of ``PLAN`` unless the command line names others, and adds it to
+``run`` trains what is missing, the trainings of versus_plan.py unless the command line names others, and adds it to
 benchmarks/results/versus.json. It can be interrupted. Trainings of these arms in loss-per-byte.json are not repeated.
 ``report`` prints tables, or replaces those of docs/versus.md, and draws the losses against the bytes.
 """
@@ -24,9 +24,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import loss_per_byte, trainings
-from benchmarks.arms import MESSAGES, Arm, of_demo
+from benchmarks.arms import INNER, MESSAGES, Arm, inner, of_demo
 from benchmarks.markdown import markdown_table
 from benchmarks.trainings import RESULTS, Point
+from benchmarks.versus_plan import PLAN, Trainings
 
 FILE, PICTURE = RESULTS / "versus.json", RESULTS / "versus.png"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "versus.md"
@@ -36,59 +37,6 @@ SLACK = 0.9
 """An arm may send this much less than its budget says: a number of local steps or of entries is a whole number."""
 SHOWN_EXCESS = 25.0
 """Percent above all-reduce up to which the picture shows losses."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainings:
-    """Trainings of one model.
-
-    Attributes:
-        model: Key of ``loss_per_byte.MODELS``.
-        workers, steps: Of each training.
-        seeds: Each arm is trained with each of them.
-        arms: As on the command line.
-    """
-
-    model: str
-    workers: int
-    steps: int
-    seeds: Sequence[int]
-    arms: Sequence[str]
-
-
-EACH_STEP = ["allreduce", "ours:19x"]
-CODED = [f"local:ternary+every{every}+outer0.8" for every in (2, 5, 10, 20)]
-GROWING = [f"local:ternary+every{every}+grow1+outer0.8" for every in (5, 10)]
-PLAIN = [f"local:ternary+every{every}" for every in (10, 20)]
-# Of 100, 200 and 400 times fewer bytes, what is not sent in the workers' own parameters.
-KEPT = [f"local:{codes}+keep0.9" for codes in ("sparse50x+every2", "sparse100x+every2", "sparse80x+every5")]
-KEPT += ["local:ternary+every10+keep0.9"]
-LATE = f"{CODED[2]}+delay1"
-EXACT = "local:exact+every5+outer0.8"
-# With four workers, rate 1 is better.
-FOUR = ["local:ternary+every5", "local:exact+every5"]
-# The best rates of the tuning below.
-BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
-BEST += ["sparseloco:512+every5+outer1", "sparseloco:256+every6+outer1", "demo:32+rate0.001"]
-TUNING = [f"diloco:fp32+every10+outer{rate}+momentum0.9" for rate in (0.1, 0.7)]
-TUNING += [f"diloco:fp32+every10+outer{rate}+momentum0.5" for rate in (0.4, 0.5)]
-TUNING += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1.4)]
-TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.001+decay0.99"]
-MORE = ["alone", "allreduce+bf16", "torch:1", "ours:100x", "local:20x+every5+outer0.8", EXACT]
-MORE += [f"sparseloco:{message}+outer1" for message in ("256+every3", "512+every2", "64+every15")]
-DIGITS = ["local:exact+every5", "local:exact+every10", *(f"local:ternary+every{every}" for every in (2, 5, 10, 20))]
-DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay in (1, 2))]
-DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
-PLAN = [
-    Trainings(
-        "text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, *KEPT, LATE, *BEST]
-    ),
-    Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
-    Trainings("text", 4, 600, range(1), [*EACH_STEP, *FOUR]),
-    Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[0]]),
-    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2]]),
-    Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *DIGITS, *CODED, EXACT]),
-]
 
 
 def everything() -> list[trainings.Record]:
@@ -144,15 +92,16 @@ def family(arm: str) -> str:
 
 def label(arm: str) -> str:
     """Return an arm's message and round, as short as it can be."""
-    gradients = of_demo(arm)
-    if gradients is not None:
-        return loss_per_byte.label(arm)
+    rate = f" rate × {inner(arm):g}" if inner(arm) != 1 else ""
+    if of_demo(arm) is not None:
+        return f"{loss_per_byte.label(INNER.sub('', arm))}{rate}".strip()
     one = Arm.parse(arm)
     rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
     delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
     grows = " growing" if one.options.get("grow") else ""
     keep = f" keep {one.options['keep']:g}" if one.options.get("keep") else ""
-    return f"{one.message}{rounds}{grows}{delay}{keep}"
+    senders = " senders" if one.options.get("senders") else ""
+    return f"{one.message}{rounds}{grows}{delay}{keep}{senders}{rate}"
 
 
 def tuned(point: Point) -> float:

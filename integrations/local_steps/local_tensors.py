@@ -68,6 +68,11 @@ class LocalTensors:
         """Yield ("buffer …", tensor) of the buffers."""
         return ((f"buffer {plain_name(name)!r}", local(tensor)) for name, tensor in self.model.named_buffers())
 
+    @staticmethod
+    def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
+        """Return a view of ``padded``, which has zeros at the ends of its dimensions, in the shape of ``tensor``."""
+        return padded[tuple(slice(size) for size in tensor.shape)]
+
     def _parameters(self) -> Named:
         self.before()
         return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from powersgd_triton.comm.agreement import Facts
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local, sameness
 from powersgd_triton.ops.step import HostCopy
@@ -34,9 +34,9 @@ class OuterState:
     """The shared parameters θ, in at least fp32, beside this worker's own and the states of its ``inner`` optimizer."""
 
     def __init__(
-        self, local: LocalTensors, outer: Outer | None, communicator: Communicator, device: torch.device, inner: Any
+        self, local: LocalTensors, outer: Outer | None, engine: Engine, device: torch.device, inner: Any
     ) -> None:
-        self.local, self._communicator, self.device, self._inner = local, communicator, device, inner
+        self.local, self._engine, self.device, self._inner = local, engine, device, inner
         self.shared = {name: _shared(tensor) for name, tensor in local.tensors()}
         parameters = list(self.shared.values())
         # By default, θ becomes the mean of the local parameters.
@@ -56,10 +56,6 @@ class OuterState:
         # What is averaged exactly, as the workers agreed; the buffers, as they were after the last exchange.
         self._agreed: dict[str, str] = {}
         self._buffers: Tensors = {}
-
-    def connect(self, communicator: Communicator) -> None:
-        """Average with other workers from now on."""
-        self._communicator = communicator
 
     def settings(self) -> Facts:
         """Return the kind and the settings of the outer optimizer, which must be equal on all workers."""
@@ -88,7 +84,7 @@ class OuterState:
                 # The workers have changed it since they were equal, and nothing must be lost.
                 self._average([local(parameter)], local(parameter).isfinite().all())
             else:
-                broadcast_from_first([local(parameter)], self._communicator)
+                broadcast_from_first([local(parameter)], self._engine.communicator)
         for name, parameter in new.items():
             self.local.shapes[name], self.shared[name] = largest_part(parameter), _shared(local(parameter))
             self.optimizer.param_groups[0]["params"].append(self.shared[name])
@@ -106,7 +102,7 @@ class OuterState:
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
         found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
-        broadcast_from_first((tensor for _, tensor in found), self._communicator)
+        broadcast_from_first((tensor for _, tensor in found), self._engine.communicator)
         self.write(self.theta())
         self._frozen = {name for name, _ in self.local.frozen()}
         self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers()}
@@ -142,7 +138,7 @@ class OuterState:
             found[name] = gradient = (start - own).to(self.device).contiguous()
             if gradient.shape != self.local.shapes[name]:
                 found[name] = gradient.new_zeros(self.local.shapes[name])
-                without_padding(found[name], gradient).copy_(gradient)
+                self.local.without_padding(found[name], gradient).copy_(gradient)
         if finite is None:
             finite = self._is_finite(found.values())
         for gradient in found.values():
@@ -168,7 +164,7 @@ class OuterState:
         """
         for name, mean in means.items():
             parameter = self.shared[name]
-            parameter.grad = without_padding(mean, parameter).to(parameter.device)
+            parameter.grad = self.local.without_padding(mean, parameter).to(parameter.device)
         try:
             self.optimizer.step()
         except BaseException:
@@ -203,7 +199,9 @@ class OuterState:
             gradients, finite = self.pseudo_gradients()
             copies = self.copies(finite)
             for name, tensor in self.local.tensors():
-                changes = without_padding(self._communicator.mean(gradients[name]), tensor).to(tensor.device)
+                changes = self.local.without_padding(self._engine.communicator.mean(gradients[name]), tensor).to(
+                    tensor.device
+                )
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
             for name, start in self._starts.items():
                 parts[name]["own_start"] = start.clone()
@@ -235,7 +233,7 @@ class OuterState:
         # A shard may have no elements.
         extremes.append(torch.zeros((), device=self.device))
         flag = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all().int()
-        for shards in self._communicator.others:
+        for shards in self._engine.communicator.others:
             shards.minimum(flag)
         finite = flag > 0
         self.warn()
@@ -251,12 +249,12 @@ class OuterState:
 
     def unchanged(self) -> Tensor:
         """Return the least ``sameness`` on any worker of each tensor that is averaged exactly. Collective."""
-        if not self._agreed or self._communicator.world_size == 1:
+        if not self._agreed or self._engine.communicator.world_size == 1:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         found, before = self._exact(), self._buffers
         flags = [sameness(found.get(n), before.get(n), agreed, self.device) for n, agreed in self._agreed.items()]
         least = torch.stack(flags)
-        self._communicator.minimum(least)
+        self._engine.communicator.minimum(least)
         return least
 
     def average_exactly(self, unchanged: Sequence[int], finite: Tensor) -> int:
@@ -278,7 +276,7 @@ class OuterState:
         whole = torch.cat([tensor.double().reshape(-1).to(self.device) for tensor in tensors])
         counts = finite.to(self.device) & ~whole.isnan().any()
         whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
-        self._communicator.mean(whole)
+        self._engine.communicator.mean(whole)
         averages = (whole[:-1] / whole[-1]).split([tensor.numel() for tensor in tensors])
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
@@ -299,8 +297,3 @@ class OuterState:
 
 def _shared(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
-
-
-def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of the elements of ``padded``, which has zeros at the ends of its dimensions, in tensor's shape."""
-    return padded[tuple(slice(size) for size in tensor.shape)]

@@ -23,7 +23,6 @@ class PendingExchange:
         finite: Whether this worker was finite, as a scalar on the device.
         since: Number of steps whose changes are exchanged.
         begun: {name: local parameters when the exchange began}, with a delay.
-        unchanged: See ``OuterState.unchanged``, when the exchange has ended.
     """
 
     def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
@@ -33,7 +32,6 @@ class PendingExchange:
         self.since, self._left = since, delay
         self._waiting = _fragments(self.gradients, delay)
         self.counts = False
-        self.unchanged: list[int] = []
         undo.begin()
 
     def advance(self, *, finish: bool) -> bool:
@@ -49,11 +47,11 @@ class PendingExchange:
             for names in fragments:
                 self._start(names)
             if finish:
-                unchanged = self._outer.unchanged()
+                same = self._outer.unchanged()
                 verdict = self._engine.end_step()
                 # In one copy, since the host waits for it.
-                counts = unchanged.new_ones(1) if verdict is None else verdict.view(1)
-                *self.unchanged, number = torch.cat([unchanged, counts]).tolist()
+                counts = same.new_ones(1) if verdict is None else verdict.view(1)
+                *unchanged, number = torch.cat([same, counts]).tolist()
                 self.counts = bool(number)
             elif not fragments:
                 self._engine.advance(self._outer.device)
@@ -64,7 +62,9 @@ class PendingExchange:
                 self._undo.give_up()
                 self.take_back()
             raise
-        if finish and not self.counts:
+        if finish and self.counts:
+            self._engine.sent += self._outer.average_exactly(unchanged, self.finite)
+        elif finish:
             self.take_back()
         return finish
 

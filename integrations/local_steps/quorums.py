@@ -1,64 +1,97 @@
-"""Local steps whose workers change with the quorums of a ``torchft.Manager``."""
+"""With whom local steps exchange: the same workers in each round, or those of a ``torchft.Manager``'s quorums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.elastic.managed import Managed
-from powersgd_triton.integrations.local_steps.outer_state import OuterState, without_padding
+from powersgd_triton.integrations.local_steps.outer_state import OuterState, logger
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 
 
-class Quorums(Managed):
-    """What a worker that heals takes over of another one beside the engine's state: θ, the outer optimizer, buffers.
+class Peers:
+    """The same workers in each round.
 
-    A survivor keeps what it has changed and not sent, θ − its parameters. If the others have applied an exchange of
-    which it does not know, it sends its changes again, and its error has lost what was sent of them. A worker that is
-    new starts from θ.
+    Attributes:
+        stay: Whether these are the workers of the next exchange too, so that they can agree on something before it.
     """
+
+    stay = True
+
+    def start(self, steps: int) -> int:
+        """Find the workers of an exchange. Return the number of steps so far."""
+        return steps
+
+    def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
+        """Begin an exchange. None if it cannot begin."""
+        return begin()
+
+    def advance(self, pending: PendingExchange, *, finish: bool) -> bool:
+        """Advance an exchange by one step, or to the end. Return whether it has ended. It ``counts`` if it applies."""
+        ended = pending.advance(finish=finish)
+        if ended and not pending.counts:
+            logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
+        return ended
+
+
+class Quorums(Managed):
+    """The workers of each new quorum. Methods that ``Managed`` does not have are those of ``Peers``.
+
+    A worker that heals takes over θ, the outer optimizer and buffers of another one, beside the engine's state. A
+    survivor keeps what it has changed and not sent, θ − its parameters. If the others have applied an exchange of which
+    it does not know, it sends its changes again, and its error has lost what was sent of them. A worker that is new
+    starts from θ.
+    """
+
+    stay = False
 
     def __init__(self, manager: Any, engine: Engine, outer: OuterState) -> None:
         super().__init__(manager, engine)
         self._outer = outer
-        self.steps = 0
+        # Number of steps so far, as of the last exchange that was tried.
+        self._steps = 0
 
-    def start(self) -> bool:
-        """Start a quorum. Return whether an exchange can run."""
+    def start(self, steps: int) -> int:
+        self._steps = steps
         self._manager.start_quorum()
-        return self.begin()
+        self._ready = self.begin()
+        return self._steps
+
+    def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
+        pending = self.guarded(begin) if self._ready else None
+        if pending is None:
+            self._manager.should_commit()
+        return pending
 
     def advance(self, pending: PendingExchange, *, finish: bool) -> bool:
-        """Advance an exchange by one step, or to the end. Return whether it has ended, or has lost a worker."""
+        ended = True
+        try:
+            # A lost worker ends it too.
+            ended = self.guarded(lambda: pending.advance(finish=finish)) is not False
+        finally:
+            if ended and not self._manager.should_commit():
+                self._repeat(pending)
+        return ended
 
-        def advance() -> bool:
-            ended = pending.advance(finish=finish)
-            if ended and pending.counts:
-                self._engine.sent += self._outer.average_exactly(pending.unchanged, pending.finite)
-            return ended
-
-        return self.guarded(advance) is not False
-
-    def ends(self, pending: PendingExchange | None) -> bool:
-        """Vote on an exchange. Return whether it is applied. Else the next exchange sends all."""
-        applied = bool(self._manager.should_commit())
-        if pending is None or applied:
-            return applied and pending is not None and pending.counts
+    def _repeat(self, pending: PendingExchange) -> None:
+        """Let the next exchange send all of one that is not applied."""
         if pending.counts:
             pending.take_back()
         own = {s.name for bucket in self.sent.products for s in bucket.layout.compressed}
         own |= {s.name for layout in self.sent.left for s in layout.segments}
         gradients, _ = self._outer.pseudo_gradients(pending.finite, pending.begun)
         self.sent.exact = {name: sent for name, sent in gradients.items() if name not in own}
-        return False
+        pending.counts = False
 
     def save(self) -> dict[str, Any]:
         outer = self._outer
         buffers = {name: buffer.clone() for name, buffer in outer.local.buffers()}
         theta = {name: tensor.clone() for name, tensor in outer.theta().items()}
-        own = {"shared": theta, "buffers": buffers, "outer": outer.optimizer.state_dict(), "steps": self.steps}
+        own = {"shared": theta, "buffers": buffers, "outer": outer.optimizer.state_dict(), "steps": self._steps}
         return {**super().save(), **own}
 
     @torch.no_grad()
@@ -69,9 +102,11 @@ class Quorums(Managed):
         values = {}
         for name, theta in outer.theta().items():
             theta.copy_(state["shared"][name])
-            values[name] = theta if fresh else theta - without_padding(changes[name], theta).to(theta.device)
+            values[name] = (
+                theta if fresh else theta - outer.local.without_padding(changes[name], theta).to(theta.device)
+            )
         outer.write(values)
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])
         outer.optimizer.load_state_dict(state["outer"])
-        self.steps = state["steps"]
+        self._steps = state["steps"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
-from powersgd_triton.comm.agreement import Facts, fingerprint, found, together
+from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
@@ -22,12 +21,11 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
 from powersgd_triton.core.loading import adopt, checked, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
-from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, kind, local_tensors
-from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
-from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.quorums import Quorums
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
+from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors
+from powersgd_triton.integrations.local_steps.quorums import Peers, Quorums
+from powersgd_triton.integrations.local_steps.rounds import Rounds, length
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -104,18 +102,17 @@ class LocalSteps(Handle):
             raise ValueError("manager= is for a plain module of this process alone, without a process group")
 
         def prepare() -> tuple[Engine, Facts, Facts]:
-            self._every, self.delay = every, whole_number("delay", delay)
-            self.every = self._length(0)
-            if self.delay >= self.every:
-                raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
-            chosen, self._keep = chosen_config(config, local, optimizer, keep, node_group), keep or 0.0
+            first = length(every, 0)
+            if whole_number("delay", delay) >= first:
+                raise ValueError(f"delay must be below every={first}, so that exchanges do not meet; got {delay}")
+            chosen = chosen_config(config, local, optimizer, keep, node_group)
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, rounds=True)
             # Exchanges are rare, and memory counts more.
             engine.residuals.whole.spares = False
-            self._outer = OuterState(local, outer, communicator, device, optimizer)
-            own = {"every": self.every, "delay": self.delay, "keep": keep, **common_facts(chosen, 0)}
+            self._outer = OuterState(local, outer, engine, device, optimizer)
+            own = {"every": first, "delay": delay, "keep": keep, **common_facts(chosen, 0)}
             own["states"] = optimizer is not None
             replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
             return engine, {**own, **self._outer.settings()}, replicated
@@ -125,19 +122,28 @@ class LocalSteps(Handle):
             # Offloaded parameters are exchanged from the GPU, if the group is one of GPUs.
             device = travel_device(communicator.group)
         super().__init__(together("LocalSteps", prepare, communicator, device))
-        self._device, self.outer = device, self._outer.optimizer
-        self._compare: Any = functools.partial(together, communicator=communicator, device=device)
-        self.since = self.steps = 0
-        self._undo = Undo(self._engine)
-        self._pending: PendingExchange | None = None
+        self.outer = self._outer.optimizer
         self._outer.begin_equal()
-        # Number of steps when the last exchange was tried under a manager.
-        self._tried = 0
         if manager is not None:
             self._managed = Quorums(manager, self._engine, self._outer)
+        workers = Peers() if manager is None else self._managed
+        self._rounds = Rounds(self._engine, self._outer, workers, every, delay, keep or 0.0)
+        if manager is not None:
             with torch.no_grad():
-                self._exchange()
-                self._advance(finish=True)
+                self._rounds.exchange()
+                self._rounds.advance(finish=True)
+
+    @property
+    def every(self) -> int:
+        return self._rounds.every
+
+    @property
+    def steps(self) -> int:
+        return self._rounds.steps
+
+    @property
+    def since(self) -> int:
+        return self._rounds.since
 
     @torch.no_grad()
     def step(self) -> None:
@@ -147,12 +153,7 @@ class LocalSteps(Handle):
             RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
             ValueError, DisagreementError: What is exchanged has changed, or differs between workers. They stay as well.
         """
-        self.steps += 1
-        self.since += 1
-        self._advance(finish=False)
-        # An exchange that was not applied is tried again with the others' next one.
-        if (self.since if self._managed is None else self.steps - self._tried) >= self.every:
-            self._exchange()
+        self._rounds.step()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -160,119 +161,11 @@ class LocalSteps(Handle):
 
         The workers may have taken different numbers of steps since the last exchange.
         """
-        # What this exchange does not send is an error apart from the parameters.
-        keep, self._keep = self._keep, 0.0
-        try:
-            self._advance(finish=True)
-            if self._managed is None:
-                self._catch_up("finish")
-            if self.since > 0 or keep:
-                self._exchange()
-                self._advance(finish=True)
-                self._outer.warn()
-        finally:
-            self._keep = keep
+        self._rounds.finish()
 
     def shared_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model's parameters are θ, for example to evaluate or export it."""
         return self._outer.holding_theta()
-
-    def _exchange(self) -> None:
-        """Begin an exchange. Without a delay, finish it."""
-        self._advance(finish=True)
-
-        def begin() -> bool:
-            every = self._meet("an exchange", begins=True)
-            self._pending = PendingExchange(self._engine, self._undo, self._outer, self.delay, self.since)
-            self.since, self.every = 0, every
-            return True
-
-        if self._managed is None:
-            begin()
-        elif not self._starts(self._managed) or not self._managed.guarded(begin):
-            self._managed.ends(None)
-        self._advance(finish=False)
-
-    def _starts(self, quorums: Quorums) -> bool:
-        """Start a quorum. Return whether the exchange can begin."""
-        quorums.steps = self.steps
-        ready = quorums.start()
-        # A worker that heals goes on from the others' number of steps.
-        self.steps = self._tried = quorums.steps
-        self._outer.connect(self._communicator)
-        self._compare = functools.partial(together, communicator=self._communicator, device=self._device)
-        return ready
-
-    def _catch_up(self, call: str) -> None:
-        """Count as many steps as the worker that has taken most since the last exchange. Collective."""
-        self._compare(call, lambda: (None, {"steps before this round": self.steps - self.since}, {}))
-        ahead = self._most(self.steps) - self.steps
-        self.steps, self.since = self.steps + ahead, self.since + ahead
-
-    def _meet(self, call: str, *, begins: bool) -> int:
-        """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
-
-        def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
-            new = self._outer.local.unfrozen()
-            found: dict[str, Any] = {f"unfrozen {name!r}": kind(tensor) for name, tensor in new.items()}
-            if not begins:
-                return (new, self.every), {}, found
-            every, common = self._length(self.steps), {"steps": self.steps, **self._outer.settings()}
-            found |= {"exchanges": self.iteration, **self._outer.check()}
-            return (new, every), {"every": every, **common}, found
-
-        new, every = self._compare(call, prepare)
-        self._outer.take_in(new)
-        return int(every)
-
-    def _length(self, steps: int) -> int:
-        return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
-
-    def _advance(self, *, finish: bool) -> None:
-        """Advance the exchange under way by one step, or to the end, and use what has arrived."""
-        pending, ended = self._pending, True
-        if pending is None:
-            return
-        if self._managed is not None:
-            ended = self._managed.advance(pending, finish=finish)
-            if ended:
-                self._pending = None
-                if self._managed.ends(pending):
-                    self._use(pending)
-                else:
-                    self.since += pending.since
-            return
-        try:
-            ended = pending.counts or pending.advance(finish=finish)
-        finally:
-            if ended and pending.counts:
-                self._use(pending)
-            if ended:
-                self._pending = None
-                self.since += 0 if pending.counts else pending.since
-        if pending.counts:
-            self._engine.sent += self._outer.average_exactly(pending.unchanged, pending.finite)
-            every, theta = self.config.check_every, self._outer.theta()
-            if every and self._step.ended % every == 0:
-                prints = {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in theta.items()}
-                self._compare("a check", lambda: (None, {}, prints))
-        elif ended:
-            logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
-
-    def _use(self, pending: PendingExchange) -> None:
-        """Update θ by what has arrived, and go on from it."""
-        kept = {name: E.mul_(self._keep) for name, E in self.error().items()} if self._keep else {}
-        self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
-        if kept:
-            self._residuals.forget_errors()
-        self._undo.begin()
-
-    def _most(self, number: int) -> int:
-        """Return the greatest number of all workers. Collective."""
-        least = torch.tensor(-number, device=self._device)
-        for workers in (self._communicator, *self._communicator.others):
-            workers.minimum(least)
-        return -int(least)
 
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
@@ -280,13 +173,12 @@ class LocalSteps(Handle):
 
     def error(self) -> Tensors:
         """See ``Handle.error``. {name: E as θ is shaped}, without tensors of which nothing was sent."""
-        theta, shapes = self._outer.theta(), self._outer.local.shapes
-        return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
+        return self._rounds.errors()
 
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
         found = super().report()
-        apart = not (self._keep and self.config.quantize)
+        apart = not (self._rounds.keep and self.config.quantize)
         return dataclasses.replace(found, every=self.every, error_bytes=found.error_bytes if apart else 0.0)
 
     @torch.no_grad()
@@ -300,11 +192,11 @@ class LocalSteps(Handle):
         ``save`` writes one file with what all workers share, and one of each worker's own. They replace earlier ones
         when all are written. If a worker is killed then, files may not fit together, which ``load`` notices.
         """
-        self._advance(finish=True)
-        self._meet("state_dict", begins=False)
+        self._rounds.advance(finish=True)
+        self._rounds.meet("state_dict")
         settle(self._engine)
         errors, engine = super().error(), save(self._engine)
-        parts = self._outer.parts(begun=self._most(self.since) > 0 or bool(self._keep))
+        parts = self._outer.parts(begun=self._rounds.most(self.since) > 0 or bool(self._rounds.keep))
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}
@@ -316,25 +208,24 @@ class LocalSteps(Handle):
 
         def read() -> tuple[tuple[SavedRound, int], Facts, Facts]:
             saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer, self._outer.names())
-            every = self._length(before := saved.steps - saved.since)
+            every = self._rounds.length(before := saved.steps - saved.since)
             return (saved, every), {"steps before the saved round": before, "every": every}, saved.facts()
 
-        self._meet("load_state_dict", begins=False)
-        saved, every = self._compare("load_state_dict", read)
+        self._rounds.meet("load_state_dict")
+        saved, every = self._rounds.compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        own = not self._most(saved.worker != self._communicator.place)
+        own = not self._rounds.most(saved.worker != self._communicator.place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
             tensors, owner = sizes(self._engine.tensors(), self.config), self._communicator.place if own else None
             loaded = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
             return loaded, {}, saved_facts(loaded[0])
 
-        loaded, report = self._compare("load_state_dict", check)
+        loaded, report = self._rounds.compare("load_state_dict", check)
         self.outer.load_state_dict(saved.outer)
-        self._pending = None
         report = adopt(self._engine, loaded, report)
         self._outer.load(saved.parts, own=own)
-        self.steps, self.since, self.every = saved.steps, saved.since, every
+        self._rounds.resume(saved.steps, saved.since, every)
         # Errors of quantized tensors are added to the next differences, as those of tensors without factors are.
         return (
             report if self.config.quantize is None else dataclasses.replace(report, loaded=report.carried, carried=())
@@ -352,8 +243,8 @@ class LocalSteps(Handle):
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
-        self._catch_up("forget")
-        self.every, self.since, self._pending = self._meet("forget", begins=True), 0, None
+        self._rounds.catch_up("forget")
+        self._rounds.resume(self.steps, 0, self._rounds.meet("forget", begins=True))
         super().forget()
         self._outer.forget()
 

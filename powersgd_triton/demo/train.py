@@ -58,10 +58,11 @@ class Settings:
     parallelism: str = "ddp"
     width: int = WIDTH
     batch: int = BATCH_PER_WORKER
+    rate: float = LEARNING_RATE
 
     @property
     def learning_rate(self) -> float:
-        return LEARNING_RATE * WIDTH / self.width
+        return self.rate * WIDTH / self.width
 
 
 Prepared = tuple[nn.Module, Callable[[Tensor], object]]

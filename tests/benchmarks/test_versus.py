@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus
+from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus, versus_plan
 from benchmarks.network import links
 from benchmarks.network.links_report import crossover, steps_to
 from powersgd_triton.demo.arms import PARALLELISMS, Arm
@@ -77,6 +77,17 @@ def test_what_a_sparse_mean_does_not_send_is_sent_later(twice: None) -> None:
     assert arrived + float(mean._error.sum()) == pytest.approx(given, abs=1e-3)
 
 
+@pytest.mark.parametrize("senders", [False, True])
+def test_an_entry_is_the_mean_of_its_senders_or_of_all(monkeypatch: pytest.MonkeyPatch, senders: bool) -> None:
+    nothing = packing.TopK(N, 64, two_bits=True).encode(torch.zeros(2, N))
+    monkeypatch.setattr(rivals, "_gather", lambda own: [own, nothing])
+    mean, tensors = rivals.SparseMean(64, decay=1.0, senders=senders), [torch.randn(64, 64), torch.zeros(64)]
+    arrived = mean(tensors)[0]
+    assert mean._error is not None
+    sent = tensors[0] - mean._error[0].view(64, 64)
+    torch.testing.assert_close(arrived, sent if senders else sent / 2)
+
+
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
 def test_rounds_are_those_of_diloco(twice: None, rate: float, momentum: float) -> None:
     model = nn.Linear(1, 1, bias=False)
@@ -115,10 +126,12 @@ def test_demo_moves_by_signs_and_keeps_what_it_did_not_send(twice: None) -> None
 def test_arms_are_parsed() -> None:
     one = arms.Arm.parse("local:19.5x+every10+outer0.8")
     assert (one.method, one.message) == ("local", "19.5x")
-    assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0, "keep": 0}
+    assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0, "keep": 0, "inner": 1}
     sparse = "local:sparse50x+every2+keep0.9"
     assert (versus.family(sparse), versus.label(sparse)) == ("local codes", "sparse50x, H = 2 keep 0.9")
-    for those in versus.PLAN:
+    assert versus.label("sparseloco:512+every5+senders1+inner1.5") == "512, H = 5 senders rate × 1.5"
+    assert versus.label("ours:19x+inner2") == "19× rate × 2"
+    for those in versus_plan.PLAN:
         for arm in those.arms:
             arms.check(arm)
     for model in loss_per_byte.MODELS.values():

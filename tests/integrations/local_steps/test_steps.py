@@ -75,7 +75,7 @@ def reads_once(worker: int, _world_size: int) -> None:
         net = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(4)])
         net.register_buffer("mask", torch.ones(5, dtype=torch.bool))
         sync = LocalSteps(net, PowerSGDConfig(quantize="int8"), every=3, delay=delay)
-        compare = sync._compare
+        compare = sync._rounds.compare
         for step in range(1, 10):
             net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step)))
             with torch.no_grad():
@@ -93,7 +93,7 @@ def reads_once(worker: int, _world_size: int) -> None:
                 mock.patch("powersgd_triton.ops.differences.on_host", return_value=False),
                 mock.patch("powersgd_triton.ops.reference.on_host", return_value=False),
                 # What the workers compare lies on the host, and what was copied in an earlier step.
-                mock.patch.object(sync, "_compare", functools.partial(on_host, compare)),
+                mock.patch.object(sync._rounds, "compare", functools.partial(on_host, compare)),
                 mock.patch.object(HostCopy, "numbers", lambda copy: on_host(numbers, copy)),
                 mock.patch.object(torch.Tensor, "tolist", lambda tensor, copies=copies: copies(tensor)),
                 Reads() as reads,
@@ -172,7 +172,7 @@ def changes_of(training: Training) -> dict[str, Any]:
     """{what all hear when one worker changes something before an exchange: a block in which it is changed}."""
     net: Any = training.net
     group, state = training.sync.outer.param_groups[0], training.optimizer.state
-    every = functools.partial(mock.patch.object, training.sync, "_every")
+    every = functools.partial(mock.patch.object, training.sync._rounds, "_every")
     return {
         "'lr' of outer group 0: ": mock.patch.dict(group, lr=0.25),
         "every must be at least 1; got 0": every(lambda _: 0),
@@ -198,7 +198,7 @@ def refuses_later(worker: int, _world_size: int) -> None:
         assert re.search(pattern, said), (pattern, said)
         assert training.sync.since == EVERY
         assert all(map(torch.equal, before, (theta(training.sync), owed(training.sync))))
-        training.sync._exchange()
+        training.sync._rounds.exchange()
     assert same_bits(flat(training.net))
 
 

@@ -333,7 +333,7 @@ class LocalTrainer(Trainer):
             if found and found["step"] >= self.scenario.steps:
                 self.write(**found, last=True)
                 return
-            if found and self.handle._pending is None:
+            if found and self.handle._rounds.pending is None:
                 theta = self.handle.shared()
                 average = {name: self.theta[name].double() - theta[name].double() for name in theta}
                 self.write(

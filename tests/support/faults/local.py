@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, steps
+from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, rounds
 from tests.support.local_steps import CONFIGS, NESTEROV, SGD, mean, real, same_bits
 from tests.support.training import patched
 
@@ -90,7 +90,7 @@ class Local:
 
     def act(self, call: Callable[[], Any]) -> Any:
         """Call something of the local steps, and note the exchanges that begin in it."""
-        with patched(steps, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
+        with patched(rounds, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
             return call()
 
     def _begun(self, *arguments: Any) -> Any:
@@ -129,12 +129,12 @@ class Local:
 
     def audit(self) -> None:
         """Compare with the books. An exchange under way is finished, and sometimes one begins."""
-        if self.dice.random() < 0.5 or self.state._pending is not None:
+        if self.dice.random() < 0.5 or self.state._rounds.pending is not None:
             self.act(self.state.finish)
         local, theta, error = self.seen()
         self.poisoned += [str(self.state.steps) for tensor in (local, theta, error) if not tensor.isfinite().all()]
         missing = float((self._balance() - self.base).abs().max())
-        if not missing <= LOST or not same_bits(theta):
+        if not missing <= LOST or not same_bits(self.flat(self.state.shared())):
             self.lost.append(f"{missing:.3g} of the changes, or workers hold different bits of θ")
         self.audit_local()
 

@@ -1,0 +1,157 @@
+"""Rounds of local steps: how long they are, and the exchange that ends each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from powersgd_triton.comm.agreement import Facts, fingerprint, together
+from powersgd_triton.config import whole_number
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.undo import Undo
+from powersgd_triton.integrations.local_steps.local_tensors import kind
+from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
+from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
+from powersgd_triton.integrations.local_steps.quorums import Peers, Quorums
+
+T = TypeVar("T")
+Every = int | Callable[[int], int]
+
+
+def length(every: Every, steps: int) -> int:
+    """Return the length of a round that begins after so many steps. An error if it is not a whole number above 0."""
+    return whole_number("every", every(steps) if callable(every) else every, 1)
+
+
+class Rounds:
+    """The steps of this worker, and its exchanges with the other ``workers``. Arguments are those of ``LocalSteps``.
+
+    Attributes:
+        every, steps, since: See ``LocalSteps``.
+        keep: Share of the error that stays in this worker's own parameters. 0 for an error apart.
+        pending: The exchange under way, if there is one.
+    """
+
+    def __init__(
+        self, engine: Engine, outer: OuterState, workers: Peers | Quorums, every: Every, delay: int, keep: float
+    ) -> None:
+        self._engine, self._outer, self._workers, self._every = engine, outer, workers, every
+        self._delay, self.keep, self._undo = delay, keep, Undo(engine)
+        self.resume(0, 0, self.length(0))
+
+    def resume(self, steps: int, since: int, every: int) -> None:
+        """Continue in a round of ``every`` steps of which ``since`` are done."""
+        self.steps, self.since, self.every = steps, since, every
+        # Number of steps when the last exchange was tried. If it has failed, the next one sends its changes.
+        self._tried = steps - since
+        self.pending: PendingExchange | None = None
+
+    def length(self, steps: int) -> int:
+        """Return the length of a round that begins after so many steps."""
+        return length(self._every, steps)
+
+    def step(self) -> None:
+        """See ``LocalSteps.step``."""
+        self.steps += 1
+        self.since += 1
+        self.advance(finish=False)
+        if self.steps - self._tried >= self.every:
+            self.exchange()
+
+    def finish(self) -> None:
+        """See ``LocalSteps.finish``."""
+        # What this exchange does not send is an error apart from the parameters.
+        keep, self.keep = self.keep, 0.0
+        try:
+            self.advance(finish=True)
+            if self._workers.stay:
+                self.catch_up("finish")
+            if self.since > 0 or keep:
+                self.exchange()
+                self.advance(finish=True)
+                self._outer.warn()
+        finally:
+            self.keep = keep
+
+    def exchange(self) -> None:
+        """Begin an exchange. Without a delay, finish it."""
+        self.advance(finish=True)
+
+        def begin() -> PendingExchange:
+            every = self.meet("an exchange", begins=True)
+            pending = PendingExchange(self._engine, self._undo, self._outer, self._delay, self.since)
+            self.since, self.every = 0, every
+            return pending
+
+        # A worker that heals goes on from the others' number of steps.
+        self.steps = self._workers.start(self.steps)
+        self.pending = self._workers.run(begin)
+        self._tried = self.steps
+        self.advance(finish=False)
+
+    def advance(self, *, finish: bool) -> None:
+        """Advance the exchange under way by one step, or to the end, and use what has arrived."""
+        pending, ended = self.pending, True
+        if pending is None:
+            return
+        try:
+            ended = pending.counts or self._workers.advance(pending, finish=finish)
+        finally:
+            if ended and pending.counts:
+                self._use(pending)
+            if ended:
+                self.pending = None
+                self.since += 0 if pending.counts else pending.since
+
+    def _use(self, pending: PendingExchange) -> None:
+        """Update θ by what has arrived, and go on from it."""
+        kept = {name: E.mul_(self.keep) for name, E in self.errors().items()} if self.keep else {}
+        self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
+        if kept:
+            self._engine.residuals.forget_errors()
+        self._undo.begin()
+
+    def errors(self) -> Tensors:
+        """Return copies {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
+        self._engine.finish()
+        found, theta, local = self._engine.residuals.error(self._engine.step), self._outer.theta(), self._outer.local
+        return {name: local.without_padding(E.view(local.shapes[name]), theta[name]) for name, E in found.items()}
+
+    # What workers agree on. All of it is collective ------------------------------------------------------------------
+
+    def compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
+        """See ``together``."""
+        return together(call, act, self._engine.communicator, self._outer.device)
+
+    def most(self, number: int) -> int:
+        """Return the greatest number of all workers."""
+        least = torch.tensor(-number, device=self._outer.device)
+        for workers in (self._engine.communicator, *self._engine.communicator.others):
+            workers.minimum(least)
+        return -int(least)
+
+    def catch_up(self, call: str) -> None:
+        """Count as many steps as the worker that has taken most since the last exchange."""
+        self.compare(call, lambda: (None, {"steps before this round": self.steps - self.since}, {}))
+        ahead = self.most(self.steps) - self.steps
+        self.steps, self.since = self.steps + ahead, self.since + ahead
+
+    def meet(self, call: str, *, begins: bool = False) -> int:
+        """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
+
+        def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
+            new, step = self._outer.local.unfrozen(), self._engine.step.iteration
+            found: dict[str, Any] = {f"unfrozen {name!r}": kind(tensor) for name, tensor in new.items()}
+            if not begins:
+                return (new, self.every), {}, found
+            every, checks = self.length(self.steps), self._engine.config.check_every
+            found |= {"exchanges": step, **self._outer.check()}
+            if checks and step and step % checks == 0:
+                found |= {f"shared {name!r}": int(fingerprint(theta)) for name, theta in self._outer.theta().items()}
+            return (new, every), {"every": every, "steps": self.steps, **self._outer.settings()}, found
+
+        new, every = self.compare(call, prepare)
+        self._outer.take_in(new)
+        return int(every)
