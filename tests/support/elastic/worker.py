@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
+import io
 import os
 import pickle
 import signal
@@ -33,7 +35,8 @@ class Fault:
 
     Attributes:
         place: "before", "inside" or "after" the collective it is killed, or "deaf": it does not hear of its end. Or
-            "stop": it stops inside, for ``seconds``.
+            "stop": it stops inside, for ``seconds``. Or "source": whichever worker is asked for its state first, by one
+            that heals, is killed when it has sent ``collective`` halves of it.
     """
 
     victim: int
@@ -133,6 +136,7 @@ class Trainer:
         self.handle: Any = self.compress({"min_compression_rate": 1, "seed": 3, **scenario.config})
         self.managed = self.handle._managed
         self.attempts = self.count = 0
+        self.doubt = False
         self.gradients: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
         # What local steps owe before the changes of a round.
@@ -169,6 +173,8 @@ class Trainer:
                     parameter.sub_(average[name])
             if self.scenario.error:
                 self.errors()
+            if self.doubt:
+                continue
             self.write(
                 step=step, quorum=quorum, before=self.before, gradients=self.gradients, average=average,
                 applied=applied,
@@ -191,14 +197,21 @@ class Trainer:
 
     def inject(self, index: int, life: int) -> None:
         """Let this worker count the collectives of a step, and suffer its faults."""
+        from torchft.checkpointing import http_transport
+
         begin, wait = group.ManagedCommunicator._begin, group._Watched.wait
         numbers: dict[int, int] = {}
         begun = self.managed.begin
 
         def connected() -> bool:
             ready: bool = begun()
-            # Of the step before, it is known by now whether it was applied.
-            self.before = self.errors()
+            self.doubt = not ready and self.managed._attempt is not None
+            if self.doubt:
+                # It has failed to heal. What its errors owe is not known yet.
+                place = {"step": self.manager.current_step(), "quorum": self.manager._quorum_id}
+                self.write(**place, applied=False, doubt=True, last=False)
+            else:
+                self.before = self.errors()
             return ready
 
         self.managed.begin = connected
@@ -232,6 +245,9 @@ class Trainer:
                 work.communicator.lost = True
                 raise RuntimeError("this worker does not hear of the end")
 
+        for fault in self.scenario.faults:
+            if fault.place == "source":
+                http_transport._streaming_save = functools.partial(self.heal, fault, http_transport._streaming_save)
         group.ManagedCommunicator._begin = counted  # type: ignore[assignment, method-assign]
         group._Watched.wait = waited  # type: ignore[assignment, method-assign]
 
@@ -240,6 +256,26 @@ class Trainer:
         self.note("sent", self.sent())
         self.write(step=self.manager.current_step(), quorum=-1, before=self.owed or self.before, last=False)
         self.note("killed", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def heal(self, fault: Fault, save: Any, state: Any, stream: Any) -> None:
+        """Send the state to a worker that heals. If nobody has done so since the fault's step, be killed in between."""
+        try:
+            if self.manager.current_step() < fault.step:
+                raise FileExistsError
+            (self.folder / "asked").touch(exist_ok=False)
+        except FileExistsError:
+            save(state, stream)
+            return
+        # Now this worker waits for the other one in the first collective of the new quorum.
+        time.sleep(0.2)
+        save(state, content := io.BytesIO())
+        self.before = self.errors()
+        self.write(step=self.manager.current_step(), quorum=-1, before=self.owed or self.before, last=False)
+        for name in ("killed", "source"):
+            self.note(name, time.time())
+        stream.write(content.getvalue()[: fault.collective * len(content.getvalue()) // 2])
+        stream.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self, seconds: float) -> None:
@@ -318,7 +354,7 @@ class LocalTrainer(Trainer):
 
     def run(self) -> None:
         manager = self.manager
-        if manager.current_step() > 1:
+        if manager.current_step() > 1 and manager._commit_failures == 0:
             # It came when the others had begun, and has sent nothing.
             place = {"step": manager.current_step() - 1, "quorum": manager._quorum_id}
             self.write(**place, before=self.changes, gradients=self.changes, last=False)
@@ -328,6 +364,9 @@ class LocalTrainer(Trainer):
                 for name, change in self.drawn().items():
                     self.model.get_parameter(name).sub_(change)
                     self.changes[name] = self.changes[name] + change
+            if manager.current_step() == 0:
+                # What it has changed before it heals is dropped.
+                self.changes = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
             self.handle.step()
             found = self.exchange
             if found and found["step"] >= self.scenario.steps:
