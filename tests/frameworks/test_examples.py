@@ -43,7 +43,7 @@ def test_torchtitan_with_four_replicas(tmp_path: Path):
 def run_example(framework: str, folder: Path, *arguments: str) -> str:
     """Return what an example prints."""
     workers = FRAMEWORKS[framework]
-    program = [DOCS / "examples" / f"train_{framework}.py", *arguments]
+    program: list[str | Path] = [DOCS / "examples" / f"train_{framework}.py", *arguments]
     if not workers:
         # Ray writes a token into the home folder, and reports its use.
         return output_of(*program, cwd=folder, HOME=str(folder), RAY_USAGE_STATS_ENABLED="0")
