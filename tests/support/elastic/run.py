@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import environment, forkserver
-from tests.support.elastic.worker import SHAPES, WORKERS, Scenario, worker
+from tests.support.elastic.trainers import worker
+from tests.support.elastic.worker import SHAPES, WORKERS, Scenario
 
 LIMIT = 120.0
 """Seconds after which a scenario counts as hung."""
