@@ -49,7 +49,7 @@ test-cpus: $(INSTALLED)
 test-oldest: $(INSTALLED_OLDEST)
 	$(PYTHON_OLDEST) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
 
-# Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints.
+# Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints. Examples, also of Ray Train.
 test-frameworks: $(INSTALLED_FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(PYTHON_FRAMEWORKS) -m pytest tests/frameworks --timeout 1800
 
@@ -112,7 +112,7 @@ $(INSTALLED_DOCS): $(INSTALLED)
 $(INSTALLED_FRAMEWORKS): pyproject.toml setup.py powersgd_triton/ops/host.c constraints.txt constraints-frameworks.txt
 	$(PYTHON3) -m venv .venv-frameworks
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) torch
-	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout torchtitan
+	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout "ray[train]" torchft torchtitan
 	touch $@
 
 # All else as in constraints.txt. The interpreter of triton 3.5 converts arrays of one element, which NumPy 2.4 refuses.

@@ -38,9 +38,8 @@ def listen_on(address: str) -> None:
     http._IPv6HTTPServer, socket.gethostname = Server, lambda: address
 
 
-def train(worker: int, lighthouse: str, start: object, *, dies: bool = False) -> None:
-    """Train as one of the workers, from the others' step on."""
-    start.wait()
+def train(worker: int, lighthouse: str, steps: int = STEPS, *, dies: bool = False) -> int:
+    """Train as one of the workers, from the others' step on. Return the number of workers of the last step."""
     torch.set_num_threads(1)
     listen_on(ADDRESS)
     torch.manual_seed(worker)
@@ -63,7 +62,7 @@ def train(worker: int, lighthouse: str, start: object, *, dies: bool = False) ->
     ddp_model = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
     attach(ddp_model, manager=manager, rank=4)
     optimizer = torchft.Optimizer(manager, sgd)
-    while manager.current_step() < STEPS:
+    while manager.current_step() < steps:
         optimizer.zero_grad()  # a quorum: the workers of this step
         if dies and manager.current_step() >= FATAL:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -72,9 +71,18 @@ def train(worker: int, lighthouse: str, start: object, *, dies: bool = False) ->
         loss.backward()
         optimizer.step()  # a vote: the step is not applied if a worker was lost
         time.sleep(0.02)
-    print(f"worker {worker}: step {STEPS} with {manager.num_participants()} workers", flush=True)
+    workers = manager.num_participants()
     time.sleep(2)  # the others vote
-    os._exit(0)
+    manager.shutdown()
+    return workers
+
+
+def start(event: object, worker: int, *arguments: object, **options: object) -> None:
+    """Train in a process of its own after the event."""
+    event.wait()
+    workers = train(worker, *arguments, **options)
+    print(f"worker {worker}: step {STEPS} with {workers} workers", flush=True)
+    os._exit(0)  # torchft's threads would go on
 
 
 if __name__ == "__main__":
@@ -83,10 +91,10 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     now, later = context.Event(), context.Event()
     workers = [
-        context.Process(target=train, args=(worker, lighthouse, now), kwargs={"dies": worker == 2})
+        context.Process(target=start, args=(now, worker, lighthouse), kwargs={"dies": worker == 2})
         for worker in range(3)
     ]
-    spare = context.Process(target=train, args=(3, lighthouse, later))
+    spare = context.Process(target=start, args=(later, 3, lighthouse))
     for process in [*workers, spare]:
         process.start()
     now.set()

@@ -37,13 +37,11 @@ class ManagedCommunicator(Communicator):
 
     def __init__(self, group: Any = None, index: int = 0, world_size: int = 1) -> None:
         super().__init__()
-        self._torchft, self.lost = group, False
+        self._torchft, self.lost, self.world_size = group, False, world_size
         self.index = self.global_index = index
-        self.world_size = world_size
-        accelerator = torch.accelerator.current_accelerator()
-        cpu = accelerator is None or group is None or "gloo" in group.getBackendName()
+        on_host = group is None or "gloo" in group.getBackendName()
         # Device of what the group can send.
-        self.device = torch.device("cpu") if cpu or accelerator is None else accelerator
+        self.device = (None if on_host else torch.accelerator.current_accelerator()) or torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, op: Any = c10d.ReduceOp.SUM) -> Any:
         if self.world_size == 1 or tensor.numel() == 0:

@@ -20,7 +20,7 @@ class Manager:
     """A worker that is alone in each quorum, and votes as it is told."""
 
     def __init__(self, **options: Any) -> None:
-        self._quorum_id, self._step, self._pg = 0, 0, SimpleNamespace(abort=lambda: None)
+        self._quorum_id, self._step, self._pg = 0, 0, SimpleNamespace(abort=lambda: None, getBackendName=lambda: "gloo")
         self.states: dict[str, tuple[Any, Any]] = {}
         self.__dict__ |= options
 

@@ -84,11 +84,9 @@ def what_a_reader_has(page: str) -> dict[str, Any]:
     if "torchtitan" in page:
         has["powersgd"] = None
         has["trainer"] = types.SimpleNamespace(checkpointer=types.SimpleNamespace(states={}))
-    # Neither is needed to use the package.
+    # Not needed to use the package.
     writer = types.SimpleNamespace(SummaryWriter=lambda _: types.SimpleNamespace(add_scalar=print))
-    ray = types.SimpleNamespace(torch=types.SimpleNamespace(prepare_model=DistributedDataParallel))
     loaded: dict[str, Any] = sys.modules
-    loaded |= {"ray": types.SimpleNamespace(train=ray), "ray.train": ray, "ray.train.torch": ray.torch}
     loaded["torch.utils.tensorboard"] = writer
     return has
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.support.distributed import environment, forkserver
-from tests.support.elastic.worker import SHAPES, WORKERS, Scenario, worker
+from tests.support.elastic.trainers import worker
+from tests.support.elastic.worker import SHAPES, WORKERS, Scenario
 
 LIMIT = 120.0
 """Seconds after which a scenario counts as hung."""
@@ -99,9 +100,12 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def checked(folder: Path, hung: bool, failed: list[str]) -> Outcome:
     logs = {path.stem: records(path) for path in sorted(folder.glob("attempts-*.pkl"))}
-    kills = [pickle.loads(path.read_bytes()) for name in ("killed", "deaf") for path in folder.glob(f"{name}-*")]
+    notes = [*folder.glob("source-*")] or [*folder.glob("killed-*"), *folder.glob("deaf-*")]
+    kills = [pickle.loads(path.read_bytes()) for path in notes]
     sent = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("sent-*"))]
     whole = [log for log in logs.values() if log and log[-1]["last"]]
+    voids = max((sum(not record.get("applied", True) for record in log) for log in whole), default=0)
+    logs = {name: [record for record in log if not record.get("doubt")] for name, log in logs.items()}
     applied: dict[int, list[dict[str, Any]]] = {}
     for log in logs.values():
         for record in log:
@@ -134,7 +138,6 @@ def checked(folder: Path, hung: bool, failed: list[str]) -> Outcome:
                 lost = max(lost, *(_kept(name, record, after) for name in SHAPES))
     times = sorted(record["time"] for found in applied.values() for record in found)
     delays = [min((t - kill for t in times if t > kill + 0.05), default=float("inf")) for kill in kills]
-    voids = max((sum(not r.get("applied", True) for r in log) for log in whole), default=0)
     collectives = min((record["collectives"] for found in applied.values() for record in found), default=0)
     return Outcome(delays, voids, lost, unequal, split, hung, len(applied), failed, collectives)
 

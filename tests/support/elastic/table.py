@@ -42,12 +42,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def killed(name: str) -> Iterator[Scenario]:
-    """In turn each worker, before, inside and after each collective."""
+    """In turn each worker, before, inside and after each collective, twice."""
     door, config, collectives = CONFIGS[name]
     places = [(number, place) for number in range(1, collectives + 1) for place in ("before", "inside", "after")]
     for turn, (number, place) in enumerate(places):
-        for rounds in [(1, 0), (4, 2)] if door == "local" else [(1, 0)]:
-            fault = Fault(turn % WORKERS, 4 + turn % 2, number, place)
+        for again in range(2):
+            fault = Fault((turn + again) % WORKERS, 4 + turn % 2, number, place)
+            rounds = (4, 2) if again and door == "local" else (1, 0)
             yield Scenario(config, door, (fault,), rounds=rounds, error=bool(turn % 2))
 
 
@@ -76,6 +77,19 @@ def returning() -> Iterator[Scenario]:
     yield Scenario({"quantize": "int4"}, "local", kill, steps=20, pause=0.05, returns=0.5, rounds=(4, 2))
 
 
+def sources() -> Iterator[Scenario]:
+    """One that sends a new worker its state, or one whose vote differed; nothing, half or all of it."""
+    for halves in (0, 1, 2):
+        source = Fault(-1, 4, halves, "source")
+        for door, config, last in (
+            ("compressor", {"rank": 4}, 2),
+            ("ddp", {"quantize": "int4"}, 4),
+            ("local", {"rank": 4}, 3),
+        ):
+            yield Scenario(config, door, (Fault(0, 4, 2, "inside"), source), steps=40, pause=0.05, returns=0.5)
+            yield Scenario(config, door, (Fault(halves, 4, last, "deaf"), source))
+
+
 def stopped() -> Iterator[Scenario]:
     for number, place in ((1, 1), (2, 0), (2, 2)):
         fault = Fault(place, 4, number, "stop", seconds=5)
@@ -94,6 +108,7 @@ ROWS: dict[str, Callable[[], Iterator[Scenario]]] = {
     "a worker that does not hear of the last collective's end, so that votes differ": deaf,
     "a worker lost while a new group is formed": forming,
     "a worker killed, and another one in its place": returning,
+    "a worker killed that sends its state to one that heals": sources,
     "a worker that stops for longer than the group's timeout, and comes back": stopped,
     "six workers killed one after the other, with others in their places": storm,
 }

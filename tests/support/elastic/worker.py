@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
+import io
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import Compressor, PowerSGDConfig, attach
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.elastic import group
-from powersgd_triton.integrations.local_steps import LocalSteps
 
 SHAPES = {"bias": (16,), "small": (24, 16), "matrix": (640, 600)}
 WORKERS = 3
@@ -33,7 +31,8 @@ class Fault:
 
     Attributes:
         place: "before", "inside" or "after" the collective it is killed, or "deaf": it does not hear of its end. Or
-            "stop": it stops inside, for ``seconds``.
+            "stop": it stops inside, for ``seconds``. Or "source": whichever worker is asked for its state first, by one
+            that heals, is killed when it has sent ``collective`` halves of it.
     """
 
     victim: int
@@ -60,24 +59,6 @@ class Scenario:
     """Local steps from one exchange to the next, and their delay."""
     error: bool = False
     """Whether errors are read after each vote, which must not change anything."""
-
-
-def worker(index: int, life: int, scenario: Scenario, folder: str, lighthouse: str) -> None:
-    """Train until the last step, in a process of its own."""
-    log = os.open(Path(folder, f"log-{index}-{life}.txt"), os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    torch.set_num_threads(1)
-    code = 1
-    try:
-        TRAINERS[scenario.door](index, life, scenario, folder, lighthouse).run()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # torchft's threads would go on.
-    os._exit(code)
 
 
 def on_loopback() -> None:
@@ -133,6 +114,7 @@ class Trainer:
         self.handle: Any = self.compress({"min_compression_rate": 1, "seed": 3, **scenario.config})
         self.managed = self.handle._managed
         self.attempts = self.count = 0
+        self.doubt = False
         self.gradients: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
         # What local steps owe before the changes of a round.
@@ -169,6 +151,8 @@ class Trainer:
                     parameter.sub_(average[name])
             if self.scenario.error:
                 self.errors()
+            if self.doubt:
+                continue
             self.write(
                 step=step, quorum=quorum, before=self.before, gradients=self.gradients, average=average,
                 applied=applied,
@@ -191,14 +175,21 @@ class Trainer:
 
     def inject(self, index: int, life: int) -> None:
         """Let this worker count the collectives of a step, and suffer its faults."""
+        from torchft.checkpointing import http_transport
+
         begin, wait = group.ManagedCommunicator._begin, group._Watched.wait
         numbers: dict[int, int] = {}
         begun = self.managed.begin
 
         def connected() -> bool:
             ready: bool = begun()
-            # Of the step before, it is known by now whether it was applied.
-            self.before = self.errors()
+            self.doubt = not ready and self.managed._attempt is not None
+            if self.doubt:
+                # It has failed to heal. What its errors owe is not known yet.
+                place = {"step": self.manager.current_step(), "quorum": self.manager._quorum_id}
+                self.write(**place, applied=False, doubt=True, last=False)
+            else:
+                self.before = self.errors()
             return ready
 
         self.managed.begin = connected
@@ -232,6 +223,9 @@ class Trainer:
                 work.communicator.lost = True
                 raise RuntimeError("this worker does not hear of the end")
 
+        for fault in self.scenario.faults:
+            if fault.place == "source":
+                http_transport._streaming_save = functools.partial(self.heal, fault, http_transport._streaming_save)
         group.ManagedCommunicator._begin = counted  # type: ignore[assignment, method-assign]
         group._Watched.wait = waited  # type: ignore[assignment, method-assign]
 
@@ -240,6 +234,26 @@ class Trainer:
         self.note("sent", self.sent())
         self.write(step=self.manager.current_step(), quorum=-1, before=self.owed or self.before, last=False)
         self.note("killed", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def heal(self, fault: Fault, save: Any, state: Any, stream: Any) -> None:
+        """Send the state to a worker that heals. If nobody has done so since the fault's step, be killed in between."""
+        try:
+            if self.manager.current_step() < fault.step:
+                raise FileExistsError
+            (self.folder / "asked").touch(exist_ok=False)
+        except FileExistsError:
+            save(state, stream)
+            return
+        # Now this worker waits for the other one in the first collective of the new quorum.
+        time.sleep(0.2)
+        save(state, content := io.BytesIO())
+        self.before = self.errors()
+        self.write(step=self.manager.current_step(), quorum=-1, before=self.owed or self.before, last=False)
+        for name in ("killed", "source"):
+            self.note(name, time.time())
+        stream.write(content.getvalue()[: fault.collective * len(content.getvalue()) // 2])
+        stream.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self, seconds: float) -> None:
@@ -268,94 +282,3 @@ class Trainer:
                 before = self.before.get(segment.name, torch.zeros(()))
                 found[segment.name] = before.double() + self.gradients[segment.name].double() - error
         return {"step": self.manager.current_step(), "quorum": self.manager._quorum_id, "sent": found}
-
-
-class Model(torch.nn.Module):
-    """Its loss has the gradients that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
-
-
-class DDPTrainer(Trainer):
-    """The same with DistributedDataParallel, in several buckets."""
-
-    def compress(self, config: dict[str, Any]) -> Any:
-        from torchft.process_group import ProcessGroupDummy
-
-        group = ProcessGroupDummy(0, 1)
-        self.model = DistributedDataParallel(
-            Model(), process_group=group, find_unused_parameters=True, bucket_cap_mb=0.001
-        )
-        return attach(self.model, PowerSGDConfig.from_dict(config), manager=self.manager)
-
-    def average(self) -> dict[str, Tensor]:
-        self.model.zero_grad()
-        self.model(self.gradients).backward()
-        return {name: p.grad.clone() for name, p in self.model.module.named_parameters() if p.grad is not None}
-
-
-class LocalTrainer(Trainer):
-    """Local steps. A worker owes E + θ − its parameters."""
-
-    def compress(self, config: dict[str, Any]) -> Any:
-        self.model = Model()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(self.life)
-        self.changes = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.exchange: dict[str, Any] = {}
-        every, delay = self.scenario.rounds
-        # The first exchange comes at once, before a fault can be injected.
-        return LocalSteps(
-            self.model, PowerSGDConfig.from_dict(config), every=every, delay=delay, manager=self.manager
-        )  # fmt: skip
-
-    def run(self) -> None:
-        manager = self.manager
-        if manager.current_step() > 1:
-            # It came when the others had begun, and has sent nothing.
-            place = {"step": manager.current_step() - 1, "quorum": manager._quorum_id}
-            self.write(**place, before=self.changes, gradients=self.changes, last=False)
-        while True:
-            self.attempts += 1
-            with torch.no_grad():
-                for name, change in self.drawn().items():
-                    self.model.get_parameter(name).sub_(change)
-                    self.changes[name] = self.changes[name] + change
-            self.handle.step()
-            found = self.exchange
-            if found and found["step"] >= self.scenario.steps:
-                self.write(**found, last=True)
-                return
-            if found and self.handle._rounds.pending is None:
-                theta = self.handle.shared()
-                average = {name: self.theta[name].double() - theta[name].double() for name in theta}
-                self.write(
-                    **found, average=average, applied=manager.current_step() == found["step"] + 1, time=time.time(),
-                    workers=manager.num_participants(), parameters=theta, last=False, collectives=self.count,
-                    strict=True,
-                )  # fmt: skip
-                self.exchange = {}
-            time.sleep(self.scenario.pause)
-
-    def errors(self) -> dict[str, Tensor]:
-        """Return E, as an exchange begins. Note what was owed before the changes of this round."""
-        found = super().errors()
-        self.count, self.theta = 0, self.handle.shared()
-        self.gradients = {n: self.theta[n] - parameter.detach() for n, parameter in self.model.named_parameters()}
-        for name, debt in self.gradients.items():
-            error = found.get(name, torch.zeros(())).double()
-            self.owed[name] = debt.double() + error - self.changes[name].double()
-        place = {"step": self.manager.current_step(), "quorum": self.manager._quorum_id}
-        self.exchange = {**place, "before": dict(self.owed), "gradients": self.changes}
-        self.changes = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        return found
-
-
-TRAINERS = {"compressor": Trainer, "ddp": DDPTrainer, "local": LocalTrainer}
