@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.programs import output_of
 
 FRAMEWORKS = {"accelerate": 2, "lightning": 2, "ray": 0, "ray_torchft": 0, "transformers": 2, "torchtitan": 4}
 """The number of workers of each framework's example, or 0 if it starts them itself."""
+LOSS = re.compile(r"\b\d+\.\d\d+\b(?! kB)")
 
 
 def shown(example: str, language: str) -> list[str]:
@@ -29,8 +31,13 @@ def test_example_prints_what_the_guide_says(framework: str, tmp_path: Path):
         pytest.importorskip(name)
     expected = shown(framework, "text")["_" in framework].splitlines()
     done = run_example(framework, tmp_path)
-    printed = [line for line in done.splitlines() if line in expected]
-    assert printed == expected, done
+    words = {LOSS.sub("", line) for line in expected}
+    printed = [line for line in done.splitlines() if LOSS.sub("", line) in words]
+    assert [LOSS.sub("", line) for line in printed] == [LOSS.sub("", line) for line in expected], done
+    pairs = set(zip(LOSS.findall("\n".join(expected)), LOSS.findall("\n".join(printed)), strict=True))
+    # Losses of another processor differ by rounding, but what the guide shows as equal is equal.
+    assert len(pairs) == len({shown for shown, _ in pairs}), done
+    assert all(abs(float(a) - float(b)) <= 0.02 + 0.02 * float(a) for a, b in pairs), done
 
 
 @pytest.mark.slow
