@@ -35,7 +35,12 @@ LATE = f"{CODED[2]}+delay1"
 EXACT = "local:exact+every5+outer0.8"
 # With four workers, rate 1 is better. Exact rounds show what the workers' own optimizers cost, without any messages.
 FOUR = ["local:ternary+every5", *(f"local:exact+every{every}" for every in (5, 2, 1))]
-FOUR += ["ours:51.6x", "ours:16+int4", KEPT[1], *(f"{arm}+inner1.5" for arm in ("allreduce", KEPT[0]))]
+FOUR += [
+    "ours:51.6x",
+    "ours:16+int4",
+    KEPT[1],
+    *(f"{arm}+inner{rate}" for arm in ("allreduce", KEPT[0]) for rate in (1.5, 2)),
+]
 MUON = ["allreduce", "ours:19.5x", "local:exact+every2", *KEPT[:3]]
 # The best rates of the tuning below.
 BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
@@ -45,7 +50,7 @@ TUNING += [f"diloco:fp32+every10+outer{rate}+momentum0.5" for rate in (0.4, 0.5)
 TUNING += [f"diloco:fp4+every12+outer{rate}+momentum0.5" for rate in (0.3, 0.7)]
 TUNING += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1.4)]
 TUNING += [f"sparseloco:512+every5+outer{rate}+senders1" for rate in (0.5, 0.7, 1)]
-TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.001+decay0.99"]
+TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.01", "demo:32+rate0.001+decay0.99"]
 MORE = [
     "alone",
     "allreduce+bf16",
