@@ -14,7 +14,6 @@
 #define BF16_NAN 0x7FC0
 #define BF16_LARGEST 0x7F7F
 #define GROUP 4  // blocks that are encoded together
-#define AHEAD 1024  // elements, 4 KiB: processors do not fetch beyond a page by themselves
 #define LEAST_PER_THREAD 16384
 
 // Vector instructions are chosen when the library is loaded: it may run on another machine than it was built on.
@@ -122,15 +121,19 @@ static inline void write_codes(const float *x, const uint16_t *noise, int format
 static inline uint32_t largest_scale(int format) { return word(number(0x7F7FFFFF) / LEVELS[format]) >> 16; }
 
 // Write the scales and the codes of some blocks x. All scales come first: no block then waits for the scale of another.
-// What is read next lies behind ``fetched``.
-static inline void encode_group(const float *x, const float *fetched, const uint16_t *starts, int blocks, int format,
-                                uint16_t *scales, uint8_t *codes) {
+static inline void encode_group(const Encoding *e, int64_t place, const float *x, const uint16_t *starts, int blocks,
+                                int format, uint16_t *scales, uint8_t *codes) {
     const uint32_t limit = largest_scale(format);
     for (int b = 0; b < blocks && format != BF16; b++)
         scales[b] = (uint16_t)scale_of(x + b * BLOCK, LEVELS[format], limit, starts != NULL);
-    for (int b = 0; b < blocks; b++, x += BLOCK, fetched += BLOCK, codes += BLOCK * BITS[format] / 8) {
+    for (int b = 0; b < blocks; b++, x += BLOCK, place += BLOCK, codes += BLOCK * BITS[format] / 8) {
         uint16_t numbers[BLOCK], *noise = starts ? numbers : NULL;
-        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(fetched + AHEAD + i);
+        // The next group. Processors follow one tensor by themselves, but not several.
+        for (int64_t i = place; i < place + BLOCK && e->term; i += 16) {
+            __builtin_prefetch(e->target + GROUP * BLOCK + i);
+            __builtin_prefetch(e->term + GROUP * BLOCK + i);
+            __builtin_prefetch(e->other + GROUP * BLOCK + i);
+        }
         if (noise) random_numbers(noise, starts[b]);
         // Scales that are not normal numbers are rounded coarsely, and the largest one down: a quotient may exceed the
         // levels. Looking at all quotients takes longer than all else.
@@ -167,7 +170,7 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         const int64_t place = block * BLOCK, left = e->numel - place;
         const int n = left < blocks * BLOCK ? (int)left : blocks * BLOCK;
         float *own = e->target + place, copy[GROUP * BLOCK];
-        const float *x = own, *fetched = e->term ? e->term + place : own;
+        const float *x = own;
         uint16_t numbers[GROUP], *starts = e->starts ? numbers : NULL, *scales = (uint16_t *)e->content + block;
         uint8_t *codes = e->content + e->codes + place * BITS[e->format] / 8;
         if (e->term)
@@ -182,14 +185,14 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         for (int64_t b = 0, i = place; b < blocks && starts; b++, i += BLOCK)
             starts[b] = (uint16_t)(e->starts[i / PERIOD] + i % PERIOD);
         // With constants, so that the compiler has a loop for each case.
-        if (e->format == INT8 && starts) encode_group(x, fetched, starts, blocks, INT8, scales, codes);
-        else if (e->format == INT8) encode_group(x, fetched, NULL, blocks, INT8, scales, codes);
-        else if (e->format == INT4 && starts) encode_group(x, fetched, starts, blocks, INT4, scales, codes);
-        else if (e->format == INT4) encode_group(x, fetched, NULL, blocks, INT4, scales, codes);
-        else if (e->format == FP8 && starts) encode_group(x, fetched, starts, blocks, FP8, scales, codes);
-        else if (e->format == FP8) encode_group(x, fetched, NULL, blocks, FP8, scales, codes);
-        else if (starts) encode_group(x, fetched, starts, blocks, BF16, scales, codes);
-        else encode_group(x, fetched, NULL, blocks, BF16, scales, codes);
+        if (e->format == INT8 && starts) encode_group(e, place, x, starts, blocks, INT8, scales, codes);
+        else if (e->format == INT8) encode_group(e, place, x, NULL, blocks, INT8, scales, codes);
+        else if (e->format == INT4 && starts) encode_group(e, place, x, starts, blocks, INT4, scales, codes);
+        else if (e->format == INT4) encode_group(e, place, x, NULL, blocks, INT4, scales, codes);
+        else if (e->format == FP8 && starts) encode_group(e, place, x, starts, blocks, FP8, scales, codes);
+        else if (e->format == FP8) encode_group(e, place, x, NULL, blocks, FP8, scales, codes);
+        else if (starts) encode_group(e, place, x, starts, blocks, BF16, scales, codes);
+        else encode_group(e, place, x, NULL, blocks, BF16, scales, codes);
         for (int b = 0; b < blocks && e->subtract; b++, own += BLOCK, codes += BLOCK * BITS[e->format] / 8) {
             const int size = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
             float value[BLOCK];
@@ -204,7 +207,7 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
         const int64_t place = block * BLOCK, left = d->numel - place;
         const int n = left < BLOCK ? (int)left : BLOCK;
         float *out = d->out + place, copy[BLOCK], added[BLOCK], *sum = n < BLOCK ? copy : out;
-        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(out + AHEAD + i, 1);
+        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(out + GROUP * BLOCK + i, 1);
         if (!d->fresh)
             for (int i = 0; i < n; i++) sum[i] = fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
         for (int64_t message = 0; message < d->messages; message++) {
