@@ -259,8 +259,13 @@ def _spans(
 
 def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
     """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
-    starts: Tensor = mix(mix(torch.arange(spans) + (part % 4096 << 20)) ^ seed) % PERIOD
+    starts: Tensor = mix(mix(torch.arange(spans) + first_span(part)) ^ seed) % PERIOD
     return starts
+
+
+def first_span(part: int) -> int:
+    """Return the number of the first PERIOD elements of a part. Parts have up to 2²⁰ of them."""
+    return part % 4096 << 20
 
 
 @functools.cache

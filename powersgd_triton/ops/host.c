@@ -35,10 +35,10 @@ typedef struct {
     float *target;
     const float *base;      // or NULL for zeros
     const float *term, *other;  // target is their sum, or NULL if it is given
-    const int64_t *starts;  // of each PERIOD elements among the random numbers, or NULL to round to nearest
     uint8_t *content;
     int64_t numel, codes;   // codes: their offset in content, in bytes
-    int32_t format, subtract, kept;  // kept: elements of a chunk that are sent, in the sparse format
+    uint32_t seed, span;    // of random numbers, and the number of the first PERIOD elements among all messages
+    int32_t random, format, subtract, kept;  // kept: elements of a chunk that are sent, in the sparse format
 } Encoding;
 
 typedef struct {
@@ -49,7 +49,13 @@ typedef struct {
     int32_t format, fresh, kept;
 } Decoding;
 
-// Random numbers below 2^16, as ops/noise.py has them.
+static inline uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+// Random numbers below 2^16, as ops/differences.py has them.
 static inline void random_numbers(uint16_t *noise, uint16_t start) {
     for (int i = 0; i < BLOCK; i++) {
         uint16_t x = (uint16_t)(start + i);
@@ -171,7 +177,7 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         const int n = left < blocks * BLOCK ? (int)left : blocks * BLOCK;
         float *own = e->target + place, copy[GROUP * BLOCK];
         const float *x = own;
-        uint16_t numbers[GROUP], *starts = e->starts ? numbers : NULL, *scales = (uint16_t *)e->content + block;
+        uint16_t numbers[GROUP], *starts = e->random ? numbers : NULL, *scales = (uint16_t *)e->content + block;
         uint8_t *codes = e->content + e->codes + place * BITS[e->format] / 8;
         if (e->term)
             for (int i = 0; i < n; i++) own[i] = e->term[place + i] + e->other[place + i];
@@ -183,7 +189,7 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         if (e->base)
             for (int i = 0; i < n; i++) copy[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
         for (int64_t b = 0, i = place; b < blocks && starts; b++, i += BLOCK)
-            starts[b] = (uint16_t)(e->starts[i / PERIOD] + i % PERIOD);
+            starts[b] = (uint16_t)(mix(mix(e->span + (uint32_t)(i / PERIOD)) ^ e->seed) + i % PERIOD);
         // With constants, so that the compiler has a loop for each case.
         if (e->format == INT8 && starts) encode_group(e, place, x, starts, blocks, INT8, scales, codes);
         else if (e->format == INT8) encode_group(e, place, x, NULL, blocks, INT8, scales, codes);

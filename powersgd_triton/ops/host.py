@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
-from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
-from powersgd_triton.ops.differences import apply_reference, encode_reference, starts_of_spans
+from powersgd_triton.ops.differences import apply_reference, encode_reference, first_span
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 
 FORMATS = ("int4", "int8", "fp8", "bf16")
@@ -24,9 +23,10 @@ FORMATS = ("int4", "int8", "fp8", "bf16")
 
 class _Encoding(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("target", "base", "term", "other", "starts", "content")),
+        *((name, ctypes.c_void_p) for name in ("target", "base", "term", "other", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes")),
-        *((name, ctypes.c_int32) for name in ("format", "subtract", "kept")),
+        *((name, ctypes.c_uint32) for name in ("seed", "span")),
+        *((name, ctypes.c_int32) for name in ("random", "format", "subtract", "kept")),
     )
 
 
@@ -67,10 +67,10 @@ def encode_host(task: Encoding) -> None:
     rows = [itertools.repeat(None) if x is None else x.split(step) for x in (base, *(terms or (None, None)))]
     contents = out[None] if each is None else out
     for part, (own, content, *others) in enumerate(zip(target.split(step), contents, *rows, strict=False)):
-        starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
-        pointers = (None if x is None else x.data_ptr() for x in (own, *others, starts, content))
+        pointers = (None if x is None else x.data_ptr() for x in (own, *others, content))
         kind, form, kept = _form(width)
-        arguments = _Encoding(*pointers, len(own), codes, form, subtract, kept)
+        random = seed or 0, first_span(part), seed is not None
+        arguments = _Encoding(*pointers, len(own), codes, *random, form, subtract, kept)
         code[f"powersgd_encode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
