@@ -62,7 +62,10 @@ TRAINED = (
 )
 AUTO = "ours:auto"
 EVERY = 10
-LOCAL = (f"local:ternary+every{EVERY}", *(f"local:ternary+every{EVERY}+delay{delay}" for delay in (1, 2)))
+LOCAL = (
+    *(f"local:ternary+every{EVERY}", *(f"local:ternary+every{EVERY}+delay{delay}" for delay in (1, 2))),
+    *("local:sparse50x+every2+keep0.9", "local:sparse50x+every2+keep0.9+delay1"),
+)
 """Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
 QUANTIZED = ("ours:bf16", "ours:int8", "ours:int4")
