@@ -304,13 +304,15 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
             const uint8_t *signs = codes + low * kept / 8, *unary = signs + kept / 8;
             const float unit = number((uint32_t)((const uint16_t *)content)[chunk] << 16) * d->weight;
             for (int i = 0; i < n && unit != unit; i++) out[i] = NAN;
+            uint16_t offset[CHUNK] = {0};
+            for (int k = 0; k < low; k++)
+                for (int byte = 0; byte < kept / 8; byte++)
+                    for (int bit = 0; bit < 8; bit++)
+                        offset[byte * 8 + bit] |= (codes[k * kept / 8 + byte] >> bit & 1) << k;
             for (int byte = 0, i = 0; byte < ((CHUNK >> low) + kept) / 8; byte++)
-                for (int bit = 0; unary[byte] >> bit; bit++) {
-                    if (!(unary[byte] >> bit & 1)) continue;
-                    int32_t place = (byte * 8 + bit - i) << low;
-                    for (int k = 0; k < low; k++) place |= (codes[k * kept / 8 + i / 8] >> i % 8 & 1) << k;
-                    out[place] += signs[i / 8] >> i % 8 & 1 ? -unit : unit;
-                    i++;
+                for (uint32_t bits = unary[byte]; bits; bits &= bits - 1, i++) {
+                    const int32_t high = byte * 8 + __builtin_ctz(bits) - i;
+                    out[high << low | offset[i]] += signs[i / 8] >> i % 8 & 1 ? -unit : unit;
                 }
         }
     }
