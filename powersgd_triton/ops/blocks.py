@@ -26,9 +26,14 @@ FEWEST_ROWS = 64
 """Rows of a block of wide matrices. With fewer, the bases are a large share of what a product reads."""
 
 
+def dtypes_of(matrices: Matrices) -> set[torch.dtype]:
+    """Return the dtypes of matrices. Gradients of a bucket may have several."""
+    return {matrices.dtype} if isinstance(matrices, Tensor) else {matrix.dtype for matrix in matrices}
+
+
 def dtype_of(matrices: Matrices) -> torch.dtype:
-    """Return the dtype of matrices."""
-    return matrices.dtype if isinstance(matrices, Tensor) else matrices[0].dtype
+    """Return the narrowest dtype that holds all matrices."""
+    return functools.reduce(torch.promote_types, dtypes_of(matrices))
 
 
 def together(tensors: Sequence[Tensor], n: int, m: int) -> Matrices:

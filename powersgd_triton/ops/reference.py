@@ -15,6 +15,7 @@ from powersgd_triton.ops.blocks import (
     backproject,
     blocks,
     dtype_of,
+    dtypes_of,
     load,
     multiply,
     part,
@@ -114,7 +115,7 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
     ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
     """
     Qt = Q.transpose(1, 2)
-    look = verdict is not None and maybe(verdict) and may_overflow(P, Q, dtype_of(out))
+    look = verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(out))
     for members, rows in blocks(out, P.dtype):
         left, right = part(P, members, rows), part(Qt, members)
         block = part(out, members, rows) if isinstance(out, Tensor) else None

@@ -100,6 +100,19 @@ def test_nodes_with_workers_that_have_no_row(backend: str, algorithm: str) -> No
         Follower(case).run()
 
 
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_matrices_of_one_shape_and_several_dtypes(algorithm: str) -> None:
+    """None is rounded to the dtype of another one."""
+    fields = {**FIELDS, "algorithm": algorithm}
+    dtypes = {"half": torch.bfloat16, "full": torch.float32, "float": torch.float16}
+    case = Case(
+        fields, dict.fromkeys(dtypes, (5, 3)), dtypes, workers=2, steps=3, seed=1, scale=1.0,
+        faults=(Fault(1, 0, 0, "inf"),), buckets=(1,), overlapping=False, reads=frozenset({0, 2}),
+        saves=frozenset({0}), node_sizes=(1,),
+    )  # fmt: skip
+    Follower(case).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
