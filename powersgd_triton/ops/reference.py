@@ -183,7 +183,7 @@ def rollback_reference(G: Matrices, M: Matrices, finite: Tensor) -> None:
     """
     if on_host(finite) and finite:
         return
-    dtype = torch.promote_types(dtype_of(M), torch.float32)
+    dtype = torch.promote_types(torch.promote_types(dtype_of(M), dtype_of(G)), torch.float32)
     largest = largest_error(dtype)
     for members, rows in blocks(M, dtype):
         kept = load(M, members, rows, dtype_of(M))

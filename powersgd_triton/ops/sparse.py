@@ -83,13 +83,13 @@ def _packed(places: Tensor, negative: Tensor, width: SparseFormat) -> Tensor:
     planes = [(places >> bit) % 2 * sent for bit in range(width.low)]
     ones = torch.where(sent, (places >> width.low) + torch.arange(width.kept, device=places.device), width.unary)
     unary = torch.zeros(len(places), width.unary + 1, dtype=torch.long, device=places.device).scatter_(1, ones, 1)
-    bits = torch.cat([*planes, negative.long(), unary[:, :-1]], 1).view(len(places), -1, 8)
+    bits = torch.cat([*planes, negative.long(), unary[:, :-1]], 1).unflatten(1, (-1, 8))
     return (bits << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
 
 
 def _unpacked(codes: Tensor, width: SparseFormat) -> tuple[Tensor, Tensor]:
     """Return the place of the element of each unary bit, or CHUNK, and its sign."""
-    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1).view(len(codes), -1)
+    bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1).flatten(1)
     *planes, unary = bits.long().split([width.kept] * (width.low + 1) + [width.unary], 1)
     number = unary.cumsum(1)
     element = (number - 1).clamp_(min=0)

@@ -52,6 +52,16 @@ def test_the_largest_are_sent(compression: float, numel: int):
     assert 4 * CHUNK / (width.chunk_bytes + 2) >= compression
 
 
+def test_no_elements():
+    """As the part of a worker, if there are fewer chunks than workers."""
+    width = SparseFormat.of(50)
+    for encode, _ in BOTH:
+        for dtype in (torch.float32, torch.bfloat16):
+            content = torch.full((1, width.difference_bytes(CHUNK)[1]), UNWRITTEN, dtype=torch.uint8)
+            encode(torch.zeros(0, dtype=dtype), None, width, content[1:], subtract=True, each=CHUNK)
+            encode(torch.zeros(0, dtype=dtype), None, width, content, subtract=True, each=CHUNK)
+
+
 def test_what_is_not_finite_spoils_its_chunk():
     width = SparseFormat.of(50)
     for encode, apply in BOTH:
