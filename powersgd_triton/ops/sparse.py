@@ -83,7 +83,7 @@ def _packed(places: Tensor, negative: Tensor, width: SparseFormat) -> Tensor:
     planes = [(places >> bit) % 2 * sent for bit in range(width.low)]
     ones = torch.where(sent, (places >> width.low) + torch.arange(width.kept, device=places.device), width.unary)
     unary = torch.zeros(len(places), width.unary + 1, dtype=torch.long, device=places.device).scatter_(1, ones, 1)
-    bits = torch.cat([*planes, negative.long(), unary[:, :-1]], 1).unflatten(1, (-1, 8))
+    bits: Tensor = torch.cat([*planes, negative.long(), unary[:, :-1]], 1).unflatten(1, (-1, 8))
     return (bits << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
 
 
