@@ -66,8 +66,8 @@ ptx: $(INSTALLED)
 	$(EMULATED) $(KERNELS)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 $(KERNELS) --program-order 1
 
-# Rewrites the tables in docs/faults.md, with every fault 50 times, and in docs/guides/torchft.md, in ten to twenty minutes
-# each. The pages say how many times each fault was injected for the tables that they hold.
+# Rewrites the tables in docs/faults.md, with every fault 50 times, and in docs/guides/torchft.md, in ten to twenty-five
+# minutes each. The pages say how many times each fault was injected for the tables that they hold.
 faults: $(INSTALLED)
 	$(PYTHON) -m tests.faults --write
 	$(PYTHON) -m tests.elastic --write

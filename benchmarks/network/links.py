@@ -63,8 +63,8 @@ TRAINED = (
 AUTO = "ours:auto"
 EVERY = 10
 LOCAL = (
-    *(f"local:ternary+every{EVERY}", *(f"local:ternary+every{EVERY}+delay{delay}" for delay in (1, 2))),
-    *("local:sparse50x+every2+keep0.9", "local:sparse50x+every2+keep0.9+delay1"),
+    *(f"local:ternary+every{EVERY}{delay}" for delay in ("", "+delay1", "+delay2")),
+    *(f"local:sparse50x+every2+keep0.9{delay}" for delay in ("", "+delay1")),
 )
 """Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]

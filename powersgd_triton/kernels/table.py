@@ -26,17 +26,26 @@ from powersgd_triton.kernels.table_device import (
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
 
-COPY_BLOCK, ROLLBACK_BLOCK = 1024, 1 << 16
-"""Elements of a message that one program packs, and of an error buffer that one restores after a non-finite step."""
+COPY_BLOCK = 1024
+"""Elements of a message that one program packs."""
 
-CHUNK_ROWS, MAX_CHUNKS = 64, 64
-"""Rows of a factor's chunk are a multiple of the first. One program adds the inner products of all, so they are few."""
+ROLLBACK_BLOCK = 1 << 16
+"""Elements of an error buffer that one program restores after a step that was not finite."""
+
+MAX_CHUNKS = 64
+"""One program adds the inner products of all chunks of a factor, so these must stay few."""
+
+CHUNK_ROWS = 64
+"""Rows of a factor's chunk are a multiple of this."""
 
 MAX_SHARES = 64
 """Programs among which a chunk is divided at most: each chunk has as many, and most need few."""
 
-POINTERS, SPARES = 8, 4
-"""Sets of tensors whose places are remembered, and such that may be new in captures of CUDA graphs, one by one."""
+POINTERS = 8
+"""Number of sets of tensors whose places are remembered."""
+
+SPARES = 4
+"""Number of such sets that may be new in captures of CUDA graphs, one after the other."""
 
 
 class Matrix(NamedTuple):

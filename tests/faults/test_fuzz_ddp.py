@@ -59,7 +59,8 @@ def runs(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
             assert not trainer.lost + trainer.poisoned
         except BaseException as error:
             raise AssertionError(f"seed {seed}, {trainer.setting}: {seen}: {trainer.lost}") from error
-        several, skipped = several or len(trainer.buckets) > 1, skipped or bool(trainer.skipped)
+        several |= len(trainer.buckets) > 1
+        skipped |= bool(trainer.skipped)
         trainer.unwrap()
     assert several
     assert skipped

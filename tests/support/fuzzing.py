@@ -175,8 +175,8 @@ class Follower:
         # A new plan drops columns, or adds some.
         if self.config.warm_start and segment.name in self.following and not self.config.planned:
             # A bucket without fp64 gradients rounds those of one with some.
-            left_before = self.following[segment.name].to(run.bases[0][0].dtype).double()
-            assert torch.equal(start, left_before), f"{segment}: another basis than was left"
+            expected = self.following[segment.name].to(run.bases[0][0].dtype).double()
+            assert torch.equal(start, expected), f"{segment}: another basis than was left"
         left, right = self.views(run, segment, -1)
         for basis in [left, right] if alternating or finite else [right]:
             assert departure(basis) <= ORTHONORMAL, segment
