@@ -89,6 +89,9 @@ def steps_table(panel: Panel, alone: str, rates: Sequence[float]) -> str:
     for arm, first in next(iter(by_rate.values()), {}).items():
         cells = [arm]
         for rows in by_rate.values():
+            if arm not in rows:
+                cells += ["", ""]
+                continue
             lower, median, upper = (1e3 * value for value in rows[arm].seconds)
             above = median - 1e3 * rows[alone].seconds[1]
             cells += [f"{median:,.0f} ({lower:,.0f}–{upper:,.0f})", "" if arm == alone else f"{above:,.0f}"]
