@@ -7,6 +7,7 @@ import torch
 from benchmarks.shapes import count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import encode_reference
@@ -34,7 +35,7 @@ class PreparedDifferences:
         self._target = self._copies[0] + 1e-3 * torch.randn(numel, generator=generator, device=device)
         size = self._width.difference_bytes(numel)[1]
         self._content = torch.zeros(WORKERS, size, dtype=torch.uint8, device=device)
-        encode_reference(self._target, self._copies[0], self._width, self._content[0])
+        encode_reference(Encoding(self._target, self._copies[0], self._width, self._content[0]))
         # As if all workers had sent the same.
         self._content[1:] = self._content[0]
         self.parameter_bytes = self._copies.nbytes
@@ -48,8 +49,8 @@ class PreparedDifferences:
         config = PowerSGDConfig(backend="triton" if provider == "triton" else "torch")
         encode, apply, _ = difference_codec(config, self._copies.device, self._copies.dtype)
         if phase == "encode_difference":
-            return lambda: encode(self._target, self._copies[0], self._width, self._content[0])
-        return lambda: apply(self._content, self._width, self._copies)
+            return lambda: encode(Encoding(self._target, self._copies[0], self._width, self._content[0]))
+        return lambda: apply(Decoding(self._content, self._width, self._copies))
 
     def bytes_of(self, phase: str) -> int:
         """The fewest bytes a stage moves: each input read once, each output written once."""

@@ -45,6 +45,7 @@ from powersgd_triton.kernels import (
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire import TritonWire
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import FORMATS, QUANTIZED, WirePlan
 
@@ -163,13 +164,13 @@ def _difference_launches(name: str, dtype: torch.dtype, aligned: bool, seed: int
     with recording(run=False) as recorded:
         # The second of two unaligned rows starts at an odd element.
         copy = copies[0 if aligned else 1]
-        differences.encode_triton(target, copy, width, content[0], seed=seed)
-        differences.encode_triton(copy, None, width, content[0], subtract=True, seed=seed)
+        differences.encode_triton(Encoding(target, copy, width, content[0], seed=seed))
+        differences.encode_triton(Encoding(copy, None, width, content[0], subtract=True, seed=seed))
         if seed is None:
-            differences.apply_triton(content, width, copies)
-            differences.apply_triton(content, width, copies[:1].expand(2, -1), fresh=True)
+            differences.apply_triton(Decoding(content, width, copies))
+            differences.apply_triton(Decoding(content, width, copies[:1].expand(2, -1), fresh=True))
         else:
-            differences.encode_triton(copy, None, width, content[0], seed=seed)
+            differences.encode_triton(Encoding(copy, None, width, content[0], seed=seed))
     kind = f"differences {name}" if seed is None else f"stochastic differences {name}"
     label = f"{kind}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
     yield from _different(recorded, label)
@@ -181,8 +182,8 @@ def _sparse_launches() -> Iterator[Variant]:
         width, whole = SparseFormat.of(compression), torch.zeros(1, 8192)
         content = torch.zeros(2, width.difference_bytes(8192)[1], dtype=torch.uint8)
         with recording(run=False) as recorded:
-            sparse.encode_sparse_triton(whole[0], None, width, content[0], subtract=True)
-            sparse.apply_sparse_triton(content, width, whole.expand(2, -1), fresh=True)
+            sparse.encode_sparse_triton(Encoding(whole[0], None, width, content[0], subtract=True))
+            sparse.apply_sparse_triton(Decoding(content, width, whole.expand(2, -1), fresh=True))
         yield from _different(recorded, f"sparse {compression}x")
 
 

@@ -33,6 +33,7 @@ from benchmarks.markdown import markdown_table
 from powersgd_triton.demo import train as demo
 from powersgd_triton.demo.arms import Arm, communication
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 
@@ -76,8 +77,8 @@ class Copies:
             _, size = self._width.difference_bytes(targets.shape[1])
             content = torch.empty(WORKERS, size, dtype=torch.uint8)
             for target, copy, out in zip(targets, self._copies, content, strict=True):
-                encode_reference(target, copy, self._width, out)
-            apply_reference(content, self._width, self._copies)
+                encode_reference(Encoding(target, copy, self._width, out))
+            apply_reference(Decoding(content, self._width, self._copies))
         self._show()
 
     @torch.no_grad()

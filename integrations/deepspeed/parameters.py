@@ -23,6 +23,7 @@ from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.engines import communicator_of, is_bf16_optimizer, masters_of, run_within
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -122,9 +123,9 @@ class ParameterOverride:
                 sent = group.own.new_empty(size, dtype=torch.uint8)
                 gathered = group.own.new_empty(len(group.rows), size, dtype=torch.uint8)
                 # The masters may be on the CPU.
-                encode(group.masters[part].to(sent.device), group.own[part], self.width, sent)
+                encode(Encoding(group.masters[part].to(sent.device), group.own[part], self.width, sent))
                 wait(group.communicator.all_gather(gathered, sent))
-                apply(gathered, self.width, group.rows[:, part])
+                apply(Decoding(gathered, self.width, group.rows[:, part]))
             # Padding must stay 0: 2 bits have no code 0, and checkpoints leave padding out.
             for gap in padding:
                 group.rows.view(-1)[gap].zero_()

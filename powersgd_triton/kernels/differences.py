@@ -17,7 +17,7 @@ from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.rounding_device import finite_or_zero, noise_of, round_to, rounded_code, value_of
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
 from powersgd_triton.layout import constants
-from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
 GROUPS = 16
@@ -227,7 +227,6 @@ def note_infinite_triton(bits: Tensor, verdict: Tensor) -> None:
         )
 
 
-@of_fields(Encoding)
 def encode_triton(task: Encoding) -> None:
     """out = scales and codes of target − base, with the bits of ``encode_reference``."""
     target, base, width, out, subtract, each, seed, terms = task
@@ -247,7 +246,6 @@ def encode_triton(task: Encoding) -> None:
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 
-@of_fields(Decoding)
 def apply_triton(task: Decoding) -> None:
     """base += codes · (scales · weight), with the bits of ``apply_reference``."""
     content, width, base, weight, each, fresh = task

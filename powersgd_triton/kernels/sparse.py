@@ -10,7 +10,7 @@ from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.rounding_device import finite_or_zero, round_to
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits
 from powersgd_triton.layout import sparse_format
-from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
+from powersgd_triton.layout.codec import Decoding, Encoding
 
 CHUNK = tl.constexpr(sparse_format.CHUNK)
 WARPS = 8
@@ -126,7 +126,6 @@ def _apply_sparse_kernel(
             tl.store(base + place, round_to(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)
 
 
-@of_fields(Encoding)
 def encode_sparse_triton(task: Encoding) -> None:
     """out = scales, signs and places, with the bits of ``encode_sparse_reference``."""
     target, _, width, out, subtract, each, _, terms = task
@@ -144,7 +143,6 @@ def encode_sparse_triton(task: Encoding) -> None:
         )  # fmt: skip
 
 
-@of_fields(Decoding)
 def apply_sparse_triton(task: Decoding) -> None:
     """base += signs · (scales · weight), with the bits of ``apply_sparse_reference``."""
     content, width, base, weight, each, fresh = task

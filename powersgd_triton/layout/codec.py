@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +65,3 @@ class Decoding(NamedTuple):
         if len(self.base) > 1 and self.base.stride(0) == 0:
             return [(self.base[0], self.content)]
         return zip(self.base, self.content.unsqueeze(1), strict=True)
-
-
-def of_fields(kind: Any) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Let a function of an ``Encoding`` or a ``Decoding`` take the fields of it as arguments."""
-
-    def decorate(act: Callable[[Any], None]) -> Callable[..., None]:
-        return functools.wraps(act)(lambda *fields, **named: act(kind(*fields, **named)))
-
-    return decorate

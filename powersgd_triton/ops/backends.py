@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
 from powersgd_triton.kernels.configurations import architecture
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.ops.bucket import Bucket
@@ -70,9 +72,9 @@ def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
 class DifferenceCodec(NamedTuple):
     """``encode_reference``, ``apply_reference`` and ``note_infinite_reference``, or what writes the same bits."""
 
-    encode: Callable[..., None]
-    apply: Callable[..., None]
-    note_infinite: Callable[..., None]
+    encode: Callable[[Encoding], None]
+    apply: Callable[[Decoding], None]
+    note_infinite: Callable[[Tensor, Tensor], None]
 
 
 def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> DifferenceCodec:

@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, INFINITE_BF16, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
 from powersgd_triton.ops.orthogonalize import mix
@@ -28,7 +28,6 @@ ORDINARY = 2.0**-100
 """Scales above are normal numbers."""
 
 
-@of_fields(Encoding)
 def encode_reference(task: Encoding) -> None:
     """out ← scales and codes of target − base; see ``Encoding``.
 
@@ -59,7 +58,6 @@ def encode_reference(task: Encoding) -> None:
                 own.sub_(values.view(-1)[: len(own)])
 
 
-@of_fields(Decoding)
 def apply_reference(task: Decoding) -> None:
     """base ← base + codes · (scales · weight), computed in fp32 and rounded once to the dtype of ``base``.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference, first_span
@@ -53,13 +53,12 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-@of_fields(Encoding)
 def encode_host(task: Encoding) -> None:
     """out ← scales and codes of target − base, with the bits of ``encode_reference``."""
     target, base, width, out, subtract, each, seed, terms = task
     code = library()
     if code is None or not all(_can_read(x, width) for x in (target, base, *(terms or ())) if x is not None):
-        reference(width)[0](*task)
+        reference(width)[0](task)
         return
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
@@ -74,13 +73,12 @@ def encode_host(task: Encoding) -> None:
         code[f"powersgd_encode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
-@of_fields(Decoding)
 def apply_host(task: Decoding) -> None:
     """base ← base + codes · (scales · weight), with the bits of ``apply_reference``."""
     _, width, base, weight, each, fresh = task
     code = library()
     if code is None or not _can_read(base[:1], width):
-        reference(width)[1](*task)
+        reference(width)[1](task)
         return
     codes, _ = width.difference_bytes(each or base.shape[1])
     for row, messages in task.rows():
@@ -90,7 +88,9 @@ def apply_host(task: Decoding) -> None:
         code[f"powersgd_decode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
 
 
-def reference(width: WireFormat | SparseFormat | None) -> tuple[Callable[..., None], Callable[..., None]]:
+def reference(
+    width: WireFormat | SparseFormat | None,
+) -> tuple[Callable[[Encoding], None], Callable[[Decoding], None]]:
     """Return what encodes and applies messages of a format in torch."""
     if isinstance(width, SparseFormat):
         return encode_sparse_reference, apply_sparse_reference

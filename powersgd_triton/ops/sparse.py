@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.codec import Decoding, Encoding, of_fields
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.constants import BF16_NAN, INFINITE_BF16
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import LARGEST_BF16, SCALE_BYTES
 
 
-@of_fields(Encoding)
 def encode_sparse_reference(task: Encoding) -> None:
     """out ← scales, signs and places of the largest elements of the target. There is no base, and no seed.
 
@@ -48,7 +47,6 @@ def encode_sparse_reference(task: Encoding) -> None:
             own.sub_(what.view(-1)[: len(own)])
 
 
-@of_fields(Decoding)
 def apply_sparse_reference(task: Decoding) -> None:
     """base ← base + signs · (scales · weight) where messages have elements. Else as ``apply_reference``."""
     width: SparseFormat = task.width

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
@@ -51,7 +52,7 @@ class Exchange:
         """Write messages of ``each`` elements to ``out``. Messages of a step have different random numbers."""
         seed = None if self.seed is None else (self.seed + message * 0x9E3779B9) % 2**32
         encode = difference_codec(self.config, M.device, M.dtype).encode
-        encode(M, None, self.width, out, self.keeps, each, seed, self._terms(M))
+        encode(Encoding(M, None, self.width, out, self.keeps, each, seed, self._terms(M)))
 
     def computed(self, M: Tensor) -> Tensor:
         """Return M, or a part of it, that is not to be encoded."""
@@ -109,14 +110,13 @@ class Messages:
         width, apply = _format(self.config), difference_codec(self.config, out.device, out.dtype).apply
         workers = len(self.content)
         if self.each >= self.numel:
-            apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
+            apply(Decoding(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True))
             return out
-        full = self.numel // self.each
-        apply(self.content[:full], width, out[: full * self.each].view(full, self.each), 1 / workers, fresh=True)
-        if full * self.each < self.numel:
-            apply(
-                self.content[full : full + 1], width, out[full * self.each :][None], 1 / workers, self.each, fresh=True
-            )
+        full, weight = self.numel // self.each, 1 / workers
+        whole, rest = out[: full * self.each].view(full, self.each), out[full * self.each :][None]
+        apply(Decoding(self.content[:full], width, whole, weight, fresh=True))
+        if rest.numel():
+            apply(Decoding(self.content[full : full + 1], width, rest, weight, self.each, fresh=True))
         return out
 
 
@@ -203,7 +203,7 @@ def _sum_part(M: Tensor, own: Tensor, each: int, exchange: Exchange) -> Generato
     # NaN where the own part is not finite, which counts as 0 otherwise.
     spoiled = own - own
     apply = difference_codec(exchange.config, own.device, own.dtype).apply
-    apply(received, exchange.width, own.expand(workers, -1), 1.0, each)
+    apply(Decoding(received, exchange.width, own.expand(workers, -1), 1.0, each))
     own += spoiled
 
 

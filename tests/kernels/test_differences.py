@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.differences import apply_triton, encode_triton, note_infinite_triton
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.constants import BF16_NAN, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference, note_infinite_reference
@@ -44,14 +45,14 @@ def assert_same(
         copies = memory.flat.as_strided((COPIES, numel), (numel + gap, 1), memory.flat.storage_offset())
         content, whole = Bytes((COPIES, size), where), Bytes((1, size), where)
         for out, copy in zip(content.view, copies, strict=True):
-            encode(given.views[1], copy, width, out, seed=seed)
+            encode(Encoding(given.views[1], copy, width, out, seed=seed))
         sent = content.view.cpu().clone()
-        apply(content.view, width, copies)
+        apply(Decoding(content.view, width, copies))
         assert torch.equal(content.view.cpu(), sent)
         left = Memory([numel], dtype if aligned else torch.float32, where).fill([target])
         total = Memory([numel], torch.float32, where).fill([torch.linspace(-1, 1, numel)])
-        encode(left.views[0], None, width, whole.view[0], subtract=True, seed=seed)
-        apply(whole.view, width, total.views[0][None], 1 / 3)
+        encode(Encoding(left.views[0], None, width, whole.view[0], subtract=True, seed=seed))
+        apply(Decoding(whole.view, width, total.views[0][None], 1 / 3))
         assert all(used.guarded() for used in (given, memory, content, whole, left, total))
         results.append(((sent, whole.view.cpu()), (copies, left.views[0], total.views[0])))
     for one, other in zip(results[0][0], results[1][0], strict=True):
@@ -77,9 +78,9 @@ def test_same_bits_as_the_reference(
     assert QUANTIZED[width].difference_bytes(0) == (0, 0)
     empty, content = torch.zeros(1, 0, device=device), torch.zeros(1, 0, dtype=torch.uint8, device=device)
     for encode, apply in CODECS:
-        encode(empty[0], empty[0], QUANTIZED[width], content[0])
-        encode(empty[0], None, QUANTIZED[width], content[0], subtract=True, seed=seed)
-        apply(content, QUANTIZED[width], empty)
+        encode(Encoding(empty[0], empty[0], QUANTIZED[width], content[0]))
+        encode(Encoding(empty[0], None, QUANTIZED[width], content[0], subtract=True, seed=seed))
+        apply(Decoding(content, QUANTIZED[width], empty))
 
 
 @thinned("width, seed", list(QUANTIZED), SEEDS, together=1)
@@ -94,11 +95,11 @@ def test_same_bits_in_parts_of_several_spans(width: str, seed: int | None, devic
         content = Bytes((2, form.difference_bytes(each)[1]), where)
         left, total = torch.full_like(target, NAN, device=where), torch.zeros(1, each, device=where)
         terms = target.bfloat16().to(where), (target * 1e-4).to(where)
-        encode(left, None, form, content.view, True, each, seed, terms)
+        encode(Encoding(left, None, form, content.view, True, each, seed, terms))
         # Both messages are added to the same tensor, to what it contains and not.
-        apply(content.view, form, total[:, :2500].expand(2, -1), 0.3, each)
+        apply(Decoding(content.view, form, total[:, :2500].expand(2, -1), 0.3, each))
         fresh = torch.full((1, 2500), NAN, dtype=torch.bfloat16, device=where)
-        apply(content.view, form, fresh.expand(2, -1), 0.3, each, fresh=True)
+        apply(Decoding(content.view, form, fresh.expand(2, -1), 0.3, each, fresh=True))
         assert content.guarded()
         results.append((content.view.cpu(), left.cpu(), total.view(torch.int32).cpu(), fresh.view(torch.int16).cpu()))
     for one, other in zip(*results, strict=True):
@@ -116,8 +117,8 @@ def test_a_message_that_is_not_finite_spoils_the_sum(width: str, fresh: bool, de
         for number, row in enumerate(content):
             target = torch.ones(numel, device=where)
             target[number * BLOCK : (number + 1) * BLOCK] = NAN
-            encode(target, None, form, row)
-        apply(content, form, total.expand(3, -1), 1 / 3, fresh=fresh)
+            encode(Encoding(target, None, form, row))
+        apply(Decoding(content, form, total.expand(3, -1), 1 / 3, fresh=fresh))
         results.append(total[0].isnan().cpu())
     assert all(torch.equal(spoiled, torch.arange(numel) < 3 * BLOCK) for spoiled in results)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from powersgd_triton import PowerSGDConfig, config
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout import wire_format
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import (
     ALIGNMENT,
     BLOCK,
@@ -44,8 +45,8 @@ def follow(target: Tensor, copies: Tensor, width: WireFormat, steps: int = 1) ->
     content = torch.full((len(copies), width.difference_bytes(numel)[1]), UNWRITTEN, dtype=torch.uint8)
     for _ in range(steps):
         for row, copy in zip(content, copies, strict=True):
-            encode_reference(target, copy, width, row)
-        apply_reference(content, width, copies)
+            encode_reference(Encoding(target, copy, width, row))
+        apply_reference(Decoding(content, width, copies))
     return scales_of(content[0], numel)
 
 
@@ -127,7 +128,7 @@ def test_message_is_scales_then_codes(width: WireFormat, numel: int):
     code_bytes = blocks // 5 * BLOCK if width == TERNARY else blocks * BLOCK * width.bits // 8
     assert code_bytes <= size - offset < code_bytes + ALIGNMENT
     content = torch.full((size + 1,), UNWRITTEN, dtype=torch.uint8)
-    encode_reference(heavy_tailed(numel), None, width, content[:size])
+    encode_reference(Encoding(heavy_tailed(numel), None, width, content[:size]))
     written = torch.zeros(size + 1, dtype=torch.bool)
     written[:scale_bytes] = written[offset : offset + code_bytes] = True
     assert bool((content[~written] == UNWRITTEN).all())
@@ -138,8 +139,8 @@ def test_ternary_codes_of_each_block():
     for numel in SIZES:
         target, content = heavy_tailed(numel), torch.zeros(TERNARY.difference_bytes(numel)[1], dtype=torch.uint8)
         decoded = torch.zeros(1, numel)
-        encode_reference(target, None, TERNARY, content)
-        apply_reference(content[None], TERNARY, decoded)
+        encode_reference(Encoding(target, None, TERNARY, content))
+        apply_reference(Decoding(content[None], TERNARY, decoded))
         parts = (target.double(), decoded[0], scales_of(content, numel))
         for block, got, scale in zip(*(part.split(BLOCK) for part in parts), strict=True):
             border = 0.7 * block.abs().mean()
@@ -169,19 +170,19 @@ def test_bases_weights_and_what_is_subtracted(width: WireFormat, seed: int | Non
     target, base = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype)
     left, expected, got = target.clone(), target.clone(), base.clone()
     contents = torch.zeros(3, width.difference_bytes(numel)[1], dtype=torch.uint8)
-    encode_reference(target, None, width, contents[0], seed=seed)
-    encode_reference(target, torch.zeros(numel), width, contents[1], seed=seed)
-    encode_reference(left, None, width, contents[2], subtract=True, seed=seed)
+    encode_reference(Encoding(target, None, width, contents[0], seed=seed))
+    encode_reference(Encoding(target, torch.zeros(numel), width, contents[1], seed=seed))
+    encode_reference(Encoding(left, None, width, contents[2], subtract=True, seed=seed))
     assert torch.equal(contents[0], contents[1])
     assert torch.equal(contents[0], contents[2])
     content, decoded = contents[:1], torch.zeros(1, numel)
-    apply_reference(content, width, decoded)
-    apply_reference(content, width, expected[None], -1.0)
+    apply_reference(Decoding(content, width, decoded))
+    apply_reference(Decoding(content, width, expected[None], -1.0))
     assert torch.equal(left, expected)
     whole = left.double() + decoded[0].double()
     assert bool(((whole - target.double()).abs() <= rounding(left, target)).all())
     # The sum is rounded to fp32, then to the base's dtype. Products with this weight are exact.
-    apply_reference(content, width, got[None], weight)
+    apply_reference(Decoding(content, width, got[None], weight))
     assert torch.equal(got, (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
 
 
@@ -196,9 +197,9 @@ def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, monkey
             monkeypatch.setattr(differences, "SPAN", span)
             left, copies = target.clone(), base.clone()[None]
             contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
-            encode_reference(left, None, width, contents[0], subtract=True)
-            encode_reference(target, base, width, contents[1])
-            apply_reference(contents[1:], width, copies, 1 / 3)
+            encode_reference(Encoding(left, None, width, contents[0], subtract=True))
+            encode_reference(Encoding(target, base, width, contents[1]))
+            apply_reference(Decoding(contents[1:], width, copies, 1 / 3))
             results.append((contents, left, copies))
         for whole, divided in zip(*results, strict=True):
             assert torch.equal(whole, divided)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import QUANTIZED, WireFormat
@@ -51,7 +52,7 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
             )
             ways = ((base, False, None), (None, True, None), (None, True, (base, target)))
             for content, (copy, subtract, terms) in zip(contents, ways, strict=True):
-                encode(left, copy, width, content if each else content[0], subtract, each, seed, terms)
+                encode(Encoding(left, copy, width, content if each else content[0], subtract, each, seed, terms))
             parts = [left, contents]
             for weight, fresh, shared in ((0.5, True, True), (1 / 3, False, True), (-1.0, False, False)):
                 out = torch.linspace(-3, 3, numel).repeat(2, 1).contiguous()
@@ -59,7 +60,7 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
                 if shared:
                     out = out[0].expand(2, -1)
                 if not each:
-                    apply(contents[1:, 0], width, out, weight, fresh=fresh)
+                    apply(Decoding(contents[1:, 0], width, out, weight, fresh=fresh))
                 parts.append(out.clone())
             results.append(parts)
         for one, other in zip(*results, strict=True):
@@ -75,12 +76,12 @@ def test_sparse_messages_have_the_same_bits(compression: float):
             left = x.clone()
             rows = -(-numel // each) if each else 1
             content = torch.zeros(rows, width.difference_bytes(each or numel)[1], dtype=torch.uint8)
-            encode(left, None, width, content if each else content[0], True, each)
+            encode(Encoding(left, None, width, content if each else content[0], True, each))
             out = torch.linspace(-3, 3, each or numel).repeat(len(content), 1).contiguous()
             out[:, 5] = NAN
-            apply(content, width, out.expand_as(out) if each else out, 1 / 3)
+            apply(Decoding(content, width, out.expand_as(out) if each else out, 1 / 3))
             fresh = torch.full((1, each or numel), NAN).expand(2, -1)
-            apply(content[:1].expand(2, -1), width, fresh, -0.5, fresh=True)
+            apply(Decoding(content[:1].expand(2, -1), width, fresh, -0.5, fresh=True))
             results.append([left, content, out, fresh[0]])
         for one, other in zip(*results, strict=True):
             assert_same(one, other)
@@ -93,7 +94,7 @@ def test_several_threads_have_the_same_bits():
     try:
         for threads, content in zip((1, 3), contents, strict=True):
             torch.set_num_threads(threads)
-            encode_host(target, None, width, content, seed=1)
+            encode_host(Encoding(target, None, width, content, seed=1))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*contents)
@@ -103,6 +104,6 @@ def test_without_the_library_the_reference_computes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host, "library", lambda: None)
     target, width = next(inputs(1000)), QUANTIZED["int8"]
     content, out = torch.zeros(width.difference_bytes(1000)[1], dtype=torch.uint8), torch.zeros(1, 1000)
-    encode_host(target, None, width, content)
-    apply_host(content[None], width, out)
+    encode_host(Encoding(target, None, width, content))
+    apply_host(Decoding(content[None], width, out))
     assert float((out[0] - target).abs().max()) <= float(target.abs().max()) / 127

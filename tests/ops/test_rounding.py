@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Encoding
 from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.wire_format import (
     BLOCK,
@@ -67,7 +68,7 @@ def test_random_numbers_depend_on_seed_part_and_span(width: WireFormat):
     offset, size = width.difference_bytes(each)
     contents = torch.zeros(3, 2, size, dtype=torch.uint8)
     for content, seed in zip(contents, (1, 1, 2), strict=True):
-        encode_reference(target, None, width, content, each=each, seed=seed)
+        encode_reference(Encoding(target, None, width, content, each=each, seed=seed))
     assert torch.equal(contents[0], contents[1])
     codes = contents[[0, 2], :, offset : offset + each * width.bits // 8].reshape(8, -1)
     for one in range(8):
@@ -106,7 +107,7 @@ def test_what_stands_for_the_largest_numbers_is_finite(width: WireFormat, seed: 
     for value in (3.39e38, 3.4e38, torch.finfo(torch.float32).max):
         target = torch.tensor([value, -value, 1.0, 0.0]).repeat(32)
         content, left = sent(target, width, seed), target.clone()
-        encode_reference(left, None, width, content, subtract=True, seed=seed)
+        encode_reference(Encoding(left, None, width, content, subtract=True, seed=seed))
         assert bool(decoded(content, width, BLOCK).isfinite().all())
         assert bool(left.isfinite().all())
 

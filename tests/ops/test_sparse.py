@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.network.stand_ins import CountedWorker
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo.measure import Call
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
@@ -40,11 +41,11 @@ def test_the_largest_are_sent(compression: float, numel: int):
     for x in (torch.randn(numel).mul(9).round(), torch.zeros(numel), -torch.ones(numel)):
         x[7:9] = 0
         content, left = torch.full((width.difference_bytes(numel)[1] + 1,), UNWRITTEN, dtype=torch.uint8), x.clone()
-        encode_sparse_reference(left, None, width, content[:-1], subtract=True)
+        encode_sparse_reference(Encoding(left, None, width, content[:-1], subtract=True))
         decoded = torch.cat([expected(chunk, width.kept) for chunk in x.split(CHUNK)])
         assert torch.equal(left, x - decoded)
         out = torch.full((1, numel), 2.0)
-        apply_sparse_reference(content[None, :-1], width, out)
+        apply_sparse_reference(Decoding(content[None, :-1], width, out))
         assert torch.equal(out[0], 2 + decoded)
         chunks, offset = -(-numel // CHUNK), width.difference_bytes(numel)[0]
         unwritten = content[offset + chunks * width.chunk_bytes :]
@@ -58,8 +59,8 @@ def test_no_elements():
     for encode, _ in BOTH:
         for dtype in (torch.float32, torch.bfloat16):
             content = torch.full((1, width.difference_bytes(CHUNK)[1]), UNWRITTEN, dtype=torch.uint8)
-            encode(torch.zeros(0, dtype=dtype), None, width, content[1:], subtract=True, each=CHUNK)
-            encode(torch.zeros(0, dtype=dtype), None, width, content, subtract=True, each=CHUNK)
+            encode(Encoding(torch.zeros(0, dtype=dtype), None, width, content[1:], subtract=True, each=CHUNK))
+            encode(Encoding(torch.zeros(0, dtype=dtype), None, width, content, subtract=True, each=CHUNK))
 
 
 def test_what_is_not_finite_spoils_its_chunk():
@@ -69,8 +70,8 @@ def test_what_is_not_finite_spoils_its_chunk():
             x, out = torch.randn(3 * CHUNK), torch.zeros(1, 3 * CHUNK)
             x[CHUNK + 3] = value
             content = torch.zeros(width.difference_bytes(len(x))[1], dtype=torch.uint8)
-            encode(x, None, width, content)
-            apply(content[None], width, out)
+            encode(Encoding(x, None, width, content))
+            apply(Decoding(content[None], width, out))
             spoiled = out[0].isnan().view(3, CHUNK)
             assert spoiled.all(1).tolist() == spoiled.any(1).tolist() == [False, True, False]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import (
     BLOCK,
     QUANTIZED,
@@ -37,12 +38,12 @@ def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
 def decoded(content: Tensor, width: WireFormat, numel: int) -> Tensor:
     """What a message stands for, in fp32."""
     out = torch.zeros(1, numel)
-    apply_reference(content[None], width, out)
+    apply_reference(Decoding(content[None], width, out))
     return out[0]
 
 
 def sent(target: Tensor, width: WireFormat, seed: int | None) -> Tensor:
     """A message."""
     content = torch.zeros(width.difference_bytes(len(target))[1], dtype=torch.uint8)
-    encode_reference(target, None, width, content, seed=seed)
+    encode_reference(Encoding(target, None, width, content, seed=seed))
     return content

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.balance import check_same
@@ -118,8 +119,8 @@ def modelled(
         for rows, wished in zip(copy.split(each_time, dim=1), targets.split(each_time, dim=1), strict=True):
             content = torch.zeros(len(rows), form.difference_bytes(rows.shape[1])[1], dtype=torch.uint8)
             for row, target, out in zip(rows, wished, content, strict=True):
-                encode_reference(target, row, form, out)
-            apply_reference(content, form, rows)
+                encode_reference(Encoding(target, row, form, out))
+            apply_reference(Decoding(content, form, rows))
         copy.view(-1)[numel:] = 0
     return expected
 
