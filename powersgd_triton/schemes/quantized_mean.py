@@ -120,20 +120,14 @@ class Messages:
         return out
 
 
-def quantized_mean(M: Tensor, exchange: Exchange) -> Generator[Work, None, Tensor]:
-    """Return the mean of all workers' M in fp32. It yields each collective that it starts.
+def summed(M: Tensor, exchange: Exchange) -> Generator[Work, None, Messages]:
+    """Return the mean of all workers' M as it has arrived. It yields each collective that it starts.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
     Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding, with error feedback. M is [numel], contiguous, as long on
     all workers, and fp32 with error feedback. In a hierarchy, workers sum M within the node first. Each then averages
     its own part of the sum over the nodes.
     """
-    messages = yield from summed(M, exchange)
-    return messages.write(torch.empty(len(M), device=M.device))
-
-
-def summed(M: Tensor, exchange: Exchange) -> Generator[Work, None, Messages]:
-    """Do the same, but return the mean as it has arrived."""
     inside = exchange.communicator.inside
     if inside is None:
         return (yield from _sum_of_workers(M, exchange))
@@ -208,7 +202,7 @@ def _sum_part(M: Tensor, own: Tensor, each: int, exchange: Exchange) -> Generato
 
 
 def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[Work, None, Tensor]:
-    """Return the mean of all workers' M as ``quantized_mean`` does, but only this worker's shard; the rest is 0.
+    """Return the mean of all workers' M as ``summed`` does, but only this worker's shard; the rest is 0.
 
     A worker sends half as many bytes, and rounds no sum.
     """

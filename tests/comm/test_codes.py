@@ -19,7 +19,7 @@ from powersgd_triton.layout import wire_format
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes import quantized as scheme
-from powersgd_triton.schemes.quantized_mean import Exchange, Shards, quantized_mean, scattered_mean
+from powersgd_triton.schemes.quantized_mean import Exchange, Shards, scattered_mean, summed
 from tests.support.lines import Line, communicate
 from tests.support.thinned import thinned
 
@@ -60,7 +60,8 @@ def average(
     def run(worker: int, line: Line) -> Iterator[Any]:
         own = None if seed is None else seed + worker
         if shards is None:
-            means[worker] = yield from quantized_mean(left[worker], Exchange(config, line, own))
+            messages = yield from summed(left[worker], Exchange(config, line, own))
+            means[worker] = messages.write(torch.empty(len(given[0])))
         else:
             means[worker] = yield from scattered_mean(left[worker], shards, Exchange(config, line, own))
 
@@ -165,7 +166,7 @@ def test_bytes_of_a_worker(codes: str, workers: int):
     numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
     whole: list[tuple[bool, Call]] = []
     halves: list[tuple[bool, Call]] = []
-    for _ in quantized_mean(torch.randn(numel), Exchange(config, CountedWorker(0, workers, whole))):
+    for _ in summed(torch.randn(numel), Exchange(config, CountedWorker(0, workers, whole))):
         pass
     each = numel // workers
     shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]

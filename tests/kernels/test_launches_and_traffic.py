@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from powersgd_triton.kernels import table
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.schemes.quantized_mean import Exchange, quantized_mean
+from powersgd_triton.schemes.quantized_mean import Exchange, summed
 from tests.support.checks import everything, gradients
 from tests.support.device import INTERPRETED
 
@@ -131,15 +130,17 @@ def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(quantiz
     """The last worker's part is short."""
     from tests.support.interpreter import watched
 
+    def averaged(M: Tensor, exchange: Exchange) -> Iterator[object]:
+        messages = yield from summed(M, exchange)
+        messages.write(torch.empty(len(M)))
+
     config, launches = PowerSGDConfig(quantize=quantize, backend="triton"), []
     for count, workers in ((1, 4), (7, 16)):
         layout = Layout.build({str(i): (300, 41) for i in range(count)}, config)
         M, out = torch.randn(layout.numel), {name: torch.empty(300, 41) for name in layout.shapes}
         with watched(run_kernels=False) as activity:
-            mean = quantized_mean(M, Exchange(config, Among(workers)))
-            with contextlib.suppress(StopIteration):
-                while True:
-                    next(mean)
+            for _ in averaged(M, Exchange(config, Among(workers))):
+                pass
             FlatAverage(layout, M).reconstruct(out, torch.ones(()))
         launches.append(activity.launches)
     assert launches[0] == launches[1]

@@ -13,7 +13,7 @@ from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
-from powersgd_triton.schemes.quantized_mean import Exchange, quantized_mean
+from powersgd_triton.schemes.quantized_mean import Exchange, summed
 from tests.support.kernel_cases import INF, NAN, UNWRITTEN
 
 BOTH = (encode_sparse_reference, apply_sparse_reference), (encode_host, apply_host)
@@ -81,7 +81,7 @@ def test_bytes_of_a_worker(workers: int):
     """As many times fewer as asked for than an all-reduce in fp32, whatever the number of workers."""
     numel, calls = 64 * 16 * CHUNK, list[tuple[bool, Call]]()
     config = PowerSGDConfig(quantize="sparse", compression=100)
-    for _ in quantized_mean(torch.randn(numel), Exchange(config, CountedWorker(0, workers, calls))):
+    for _ in summed(torch.randn(numel), Exchange(config, CountedWorker(0, workers, calls))):
         pass
     exact = 2 * (workers - 1) / workers * 4 * numel
     assert 100 <= exact / sum(call.sent for _, call in calls) <= 103
