@@ -142,7 +142,7 @@ class Compressor(Handle):
         if managed is None:
             return self._compress(gradients)
         found = managed.guarded(lambda: self._compress(gradients)) if managed.begin() else None
-        zero = torch.zeros((), device=self._engine.buckets.device)
+        zero = torch.zeros((), device=next((device for *_, device in self._kinds.values()), None))
         average = FlatAverage(self._exact, zero.expand(self._exact.numel))
         return found or Compressed(average, self._step.iteration, zero)
 

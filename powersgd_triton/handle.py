@@ -17,7 +17,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.loading import adopt, compared, forget, save
+from powersgd_triton.core.loading import adopt, compared, errors, forget, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
 from powersgd_triton.layout.layout import Layout
@@ -92,9 +92,9 @@ class Handle:
         further = {"exchanges": kinds, "node_workers": communicator.share[1], "zeroed": zeroed}
         return RankReport.of(self._layout(), config, plan.spectra, left_out=self.left_out, **further)
 
-    def _layout(self) -> Layout:
-        """Return the layout of all tensors that are known so far, with the ranks in force."""
-        return self._engine.plan.ranked(Layout.build(self._engine.tensors(), self.config))
+    def _layout(self, given: Layout | None = None) -> Layout:
+        """Return a layout, or that of all tensors that are known so far, with the ranks in force."""
+        return self._engine.plan.ranked(given or Layout.build(self._engine.tensors(), self.config))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
@@ -140,8 +140,7 @@ class Handle:
         worker's rows, and zero in the others. The result is empty without error feedback. Collective if the parameters
         are sharded.
         """
-        self._engine.finish()
-        return self._residuals.error(self._step)
+        return errors(self._engine)
 
     def error_numel(self) -> int:
         """Return the number of elements of this worker's error buffers that exist so far."""

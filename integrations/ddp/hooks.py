@@ -110,7 +110,7 @@ def _average(
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
     # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
-    last = None if bucket.index() == 0 == engine.step.ended and not bucket.is_last() else bucket.is_last()
+    last = None if bucket.index() == 0 == state._step.ended and not bucket.is_last() else bucket.is_last()
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
@@ -168,7 +168,7 @@ def _average(
 
 def _log(state: PowerSGDState, begun: BucketState, bucket: GradBucket, step: int) -> None:
     """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
-    index, layout = bucket.index(), state._engine.buckets.ranked(begun)
+    index, layout = bucket.index(), state._layout(begun.layout)
     new = index not in state._logged
     state._logged.add(index)
     if new and state.config.error_feedback:

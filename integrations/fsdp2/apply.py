@@ -67,7 +67,6 @@ def apply_powersgd(
             else:
                 state = FullShardState(config, division)
                 refuse_auto(config, "a sharded model without replicas")
-            state._engine.plan.quantizes = not division.repeats
             if config.whole_format and division.repeats:
                 field = "quantize" if config.quantize else "bypass"
                 raise ValueError(

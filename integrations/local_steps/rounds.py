@@ -10,6 +10,7 @@ import torch
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.config import whole_number
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import errors, forget
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.local_tensors import kind
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
@@ -110,13 +111,12 @@ class Rounds:
         kept = {name: E.mul_(self.keep) for name, E in self.errors().items()} if self.keep else {}
         self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
         if kept:
-            self._engine.residuals.forget_errors()
+            forget(self._engine)
         self._undo.begin()
 
     def errors(self) -> Tensors:
         """Return copies {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
-        self._engine.finish()
-        found, theta, local = self._engine.residuals.error(self._engine.step), self._outer.theta(), self._outer.local
+        found, theta, local = errors(self._engine), self._outer.theta(), self._outer.local
         return {name: local.without_padding(E.view(local.shapes[name]), theta[name]) for name, E in found.items()}
 
     # What workers agree on. All of it is collective ------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Rounds:
         """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
 
         def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
-            new, step = self._outer.local.unfrozen(), self._engine.step.iteration
+            new, step = self._outer.local.unfrozen(), self._engine.iteration
             found: dict[str, Any] = {f"unfrozen {name!r}": kind(tensor) for name, tensor in new.items()}
             if not begins:
                 return (new, self.every), {}, found

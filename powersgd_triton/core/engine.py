@@ -39,6 +39,7 @@ class Engine:
         buckets: Number of buckets of a step, if it is known and buckets are not joined. A budget counts their messages.
 
     Attributes:
+        given: The configuration as it was given.
         listeners: What else happens when a step ends, in this order.
         begun: The layouts of the newest step's buckets.
         numel: [elements before, after compression] of the buckets averaged so far, without those averaged exactly.
@@ -55,7 +56,7 @@ class Engine:
         device: torch.device | None = None,
         buckets: int | None = None,
     ) -> None:
-        self.tensors, self._scheme = tensors, scheme
+        self.tensors, self.given, self._scheme = tensors, config, scheme
         self.plan, self.step, self.schedule = RankPlan(config), Step(), Schedule()
         if config.planned:
             self.plan.connect(communicator.world_size, buckets)
@@ -63,8 +64,7 @@ class Engine:
         self.residuals = Residuals(self.plan)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
         self._capture = Capture(self.residuals, self.step)
-        self.listeners: list[Listener] = []
-        self.begun: list[Layout] = []
+        self.listeners, self.begun = list[Listener](), list[Layout]()
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
 
     @property
@@ -73,9 +73,9 @@ class Engine:
         return self.plan.config
 
     @property
-    def given(self) -> PowerSGDConfig:
-        """The configuration as it was given."""
-        return self.plan.given
+    def iteration(self) -> int:
+        """Number of ended steps."""
+        return self.step.iteration
 
     @property
     def communicator(self) -> Communicator:

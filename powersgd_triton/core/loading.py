@@ -11,7 +11,7 @@ from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import saved_facts
-from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.core.saved_state import LoadReport, Parts, SavedState
 from powersgd_triton.layout.matrices import Size
 
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
@@ -25,6 +25,12 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     engine.buckets.together("state_dict", lambda: (None, {}, {}))
     engine.finish()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
+
+
+def errors(engine: Engine) -> Parts:
+    """Return copies {name: E [n, m]} of this worker's errors; see ``Residuals.error``."""
+    engine.finish()
+    return engine.residuals.error(engine.step)
 
 
 def settle(engine: Engine) -> None:
@@ -81,7 +87,7 @@ def checked(
     owner: tuple[int, int] | None = None,
 ) -> Loaded:
     """Check this worker's saved state. Return copies of the parts that fit."""
-    residuals, feedback = engine.residuals, bool(engine.plan.given.error_feedback)
+    residuals, feedback = engine.residuals, bool(engine.given.error_feedback)
     saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
     known = residuals.sizes if tensors is None else tensors
     report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
@@ -97,7 +103,7 @@ def own_state(engine: Engine) -> dict[str, Any]:
     state = engine.residuals.save(engine.step, lambda error: error)
     before, after = engine.numel
     return {
-        "config": engine.plan.given,
+        "config": engine.given,
         "core": state.to_dict(engine.config),
         "worker": state.owner or engine.communicator.place,
         "total_numel_before_compression": before,

@@ -164,7 +164,7 @@ class Residuals:
                 found[name] = {"error": mean(error.clone())}
             # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
             tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
-            plan = self.plan.state_dict() if self.plan.given.planned else {}
+            plan = self.plan.state_dict()
             return SavedState(step.iteration, tensors, found, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:

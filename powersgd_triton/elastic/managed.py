@@ -174,8 +174,7 @@ class Managed:
         found |= {name: matrix.bases for name, matrix in residuals.matrices.items()}
         with residuals.streams.everywhere():
             bases = {n: {key: part.clone() for key, part in p.items() if key != "error"} for n, p in found.items()}
-        plan = engine.plan.state_dict() if engine.plan.given.planned else {}
-        saved = SavedState(engine.step.iteration, {name: sizes[name] for name in bases}, bases, plan)
+        saved = SavedState(engine.iteration, {name: sizes[name] for name in bases}, bases, engine.plan.state_dict())
         return {**saved.to_dict(engine.config), "history": [list(pair) for pair in self._history.items()]}
 
     def _adopt(self, state: dict[str, Any], *, fresh: bool = False) -> None:

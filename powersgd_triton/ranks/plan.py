@@ -198,7 +198,9 @@ class RankPlan:
             self.ranks = ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranks, and what they and the next ranks are planned from, as plain numbers."""
+        """Return the ranks, and what they and the next ranks are planned from, as plain numbers. Empty if none are."""
+        if not self.given.planned:
+            return {}
         saved: dict[str, Any] = {} if self.settled is None else {"settled": dict(self.settled)}
         saved |= {"ranks": dict(self.ranks), "demands": dict(self.demands)}
         for key, spectra in (("spectra", self.spectra), ("pending", self.pending() if self.pending else {})):

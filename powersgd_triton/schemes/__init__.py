@@ -41,13 +41,14 @@ def new_engine(
     device: torch.device | None = None,
     *,
     rounds: bool = False,
+    quantizes: bool = True,
     **options: Any,
 ) -> Engine:
     """Return an engine with the scheme that its configuration asks for. The other arguments are those of ``Engine``.
 
-    It averages gradients, or what ``rounds`` of local steps have changed. TypeError: ``config`` is not a configuration.
-    ValueError: its budget is too small for the tensors, its backend cannot be used on the device, or its format not for
-    gradients.
+    It averages gradients, or what ``rounds`` of local steps have changed. ``quantizes`` says whether "auto" may choose
+    to quantize. TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, its
+    backend cannot be used on the device, or its format not for gradients.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -61,4 +62,7 @@ def new_engine(
         select_backend(config, device)
     factors = Mixed(config) if config.bypass else LowRank()
     scheme = Configured(factors) if config.quantize or config.measures else factors
-    return Engine(scheme, config, communicator, tensors, device, **options)
+    engine = Engine(scheme, config, communicator, tensors, device, **options)
+    # Exchanges of local steps are rare, and memory counts more.
+    engine.residuals.whole.spares, engine.plan.quantizes = not rounds, quantizes
+    return engine
