@@ -69,9 +69,6 @@ class Several(Handle, Generic[S]):
     def error(self) -> dict[str, Tensor]:
         return {name: error for state in self for name, error in state.error().items()}
 
-    def error_numel(self) -> int:
-        return sum(state.error_numel() for state in self)
-
     def forget(self) -> None:
         for state in self:
             state.forget()

@@ -142,11 +142,6 @@ class Handle:
         """
         return errors(self._engine)
 
-    def error_numel(self) -> int:
-        """Return the number of elements of this worker's error buffers that exist so far."""
-        matrices = self._residuals.matrices.values()
-        return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
-
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
+from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients, same_bits, step
-from tests.support.streams import Network, Pair, StreamMachine, Timed, stream_machine
+from tests.support.streams import Network, StreamMachine, Timed, stream_machine
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
@@ -218,7 +219,7 @@ def test_collectives_are_in_one_order(cuda: bool):
     assert sent == [P[0], P[1], Q[0], P[2], Q[1], *([Q[2], P[3], Q[3]] if cuda else [P[3], Q[2], Q[3]])]
 
 
-class LateNetwork(Pair):
+class LateNetwork(StandIn):
     """Collectives on a GPU that take a number of cycles."""
 
     def __init__(self, cycles: int) -> None:

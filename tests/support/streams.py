@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import engine, streams
 from powersgd_triton.core.scheme import Listener, Task, watched
+from powersgd_triton.planning.trial import StandIn
 
 
 class FakeStream:
@@ -129,22 +129,7 @@ class StreamMachine(TorchDispatchMode):
                     self.races.append(f"memory of shape {tuple(use.shape)} is freed that another stream still uses")
 
 
-class Pair(Communicator):
-    """One process that stands for two equal workers."""
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    @property
-    def index(self) -> int:
-        return 0
-
-    def gather(self, tensor: torch.Tensor, _device: torch.device | None = None) -> torch.Tensor:
-        return tensor.expand(2, *tensor.shape)
-
-
-class Network(Pair):
+class Network(StandIn):
     """Collectives that run in order on a stream of their own.
 
     Like NCCL, it keeps the tensors until somebody has waited.
