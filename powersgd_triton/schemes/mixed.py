@@ -39,7 +39,7 @@ class Mixed(Scheme):
             parts.append((yield from self._factors.average(task)))
         if layout.rounded.segments:
             # All of it, also where workers need parts: it is small.
-            rest = dataclasses.replace(task, layout=layout.rounded, config=self._config, ranges=None)
+            rest = dataclasses.replace(task, layout=layout.rounded, config=self._config, memory={}, ranges=None)
             parts.append((yield from self._rest.average(rest)))
         return Both(backend.bucket, tuple(parts))
 

@@ -29,24 +29,24 @@ class Quantized(Scheme):
     def __init__(self) -> None:
         # Of each bucket. They stay if a step is void, since only some workers may have noticed that.
         self._shards: weakref.WeakKeyDictionary[Layout, Shards | None] = weakref.WeakKeyDictionary()
-        self._memory: weakref.WeakKeyDictionary[Layout, Memory] = weakref.WeakKeyDictionary()
 
-    def prepare(self, task: Task) -> None:
+    def prepare(self, task: Task) -> Memory:
+        """Return the memory of the bucket's messages. A void step drops it: collectives under way may still use it."""
         task.residuals.enter(task.layout, task.device)
+        return {} if task.memory is None else task.memory
 
     def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
         if layout not in self._shards:
             self._shards[layout] = _shards(task)
-        # An average that is abandoned does not give its memory back: collectives under way may still use it.
-        shards, memory, seed, terms = self._shards[layout], self._memory.pop(layout, {}), None, None
+        shards, seed, terms = self._shards[layout], None, None
         if config.error_feedback:
             M, terms = task.residuals.whole.terms(layout, task.gradients, step)
         else:
             M = flat(layout, task.gradients)
             own = f"{config.seed} {step.iteration} {communicator.index} {layout.segments[0].name}"
             seed = zlib.crc32(own.encode())
-        exchange = Exchange(config, communicator, seed, terms, memory)
+        exchange = Exchange(config, communicator, seed, terms, task.memory)
         average: FlatAverage | QuantizedAverage
         if shards is None:
             messages = yield from summed(M, exchange)
@@ -60,7 +60,6 @@ class Quantized(Scheme):
             average = FlatAverage(layout, mean)
         if config.error_feedback:
             task.residuals.whole.keep(layout, M, step)
-        self._memory[layout] = memory
         return average
 
 
