@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,6 +112,13 @@ def test_no_module_needs_itself():
     broken = {**dependencies(), "powersgd_triton.config": {"powersgd_triton.core.engine"}}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(broken).prepare()
+
+
+def test_adapters_use_no_part_of_the_engine():
+    """An engine's own methods and attributes, its communicator among them, are what adapters call."""
+    part = re.compile(r"\b_?engine\.(buckets|plan|residuals|schedule|step)\.\w+")
+    files = [PACKAGE / "compressor.py", *(ROOT / "integrations").rglob("*.py")]
+    assert {str(path): found for path in files if (found := part.findall(path.read_text(encoding="utf-8")))} == {}
 
 
 def test_no_test_is_imported():

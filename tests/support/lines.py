@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.planning.trial import StandIn
 
 
 class Meeting:
@@ -33,30 +33,20 @@ class Meeting:
         self._barrier.abort()
 
 
-class Line(Communicator):
+class Line(StandIn):
     """One worker's end.
 
     In a step's schedule it notes what is to be communicated, and the worker goes on once ``communicate`` has done so.
     In a meeting, where workers run in threads, it waits for the others.
     """
 
+    global_index = 0
+
     def __init__(self, index: int, world_size: int) -> None:
-        super().__init__()
-        self._index, self._world_size = index, world_size
+        super().__init__(world_size, index)
+        self.global_index = index
         self.message: tuple[str, Tensor, Tensor] | None = None
         self.meeting: Meeting | None = None
-
-    @property
-    def index(self) -> int:
-        return self._index
-
-    @property
-    def global_index(self) -> int:
-        return self._index
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         if self.world_size > 1 and tensor.numel():
