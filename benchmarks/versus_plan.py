@@ -32,6 +32,8 @@ PLAIN = [f"local:ternary+every{every}" for every in (10, 20)]
 KEPT = [f"local:{codes}+keep0.9" for codes in ("sparse50x+every2", "sparse100x+every2", "sparse80x+every5")]
 KEPT += ["local:ternary+every10+keep0.9"]
 LATE = f"{CODED[2]}+delay1"
+# With the learning rate that averaging parameters asks for, and all-reduce with it.
+FASTER = ["allreduce+inner1.5", *(f"{arm}+inner1.5" for arm in KEPT[:3])]
 EXACT = "local:exact+every5+outer0.8"
 # With four workers, rate 1 is better. Exact rounds show what the workers' own optimizers cost, without any messages.
 FOUR = ["local:ternary+every5", *(f"local:exact+every{every}" for every in (5, 2, 1))]
@@ -51,6 +53,9 @@ TUNING += [f"diloco:fp4+every12+outer{rate}+momentum0.5" for rate in (0.3, 0.7)]
 TUNING += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1.4)]
 TUNING += [f"sparseloco:512+every5+outer{rate}+senders1" for rate in (0.5, 0.7, 1)]
 TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.01", "demo:32+rate0.001+decay0.99"]
+TUNING += ["allreduce+inner0.7", "ours:19x+inner1.5", "local:ternary+every5+inner1.5"]
+TUNING += [f"sparseloco:512+every5+outer1+inner{rate}" for rate in (1.5, 2)]
+TUNING += [f"{arm}+inner2" for arm in ("allreduce", *KEPT[:3])]
 MORE = [
     "alone",
     "allreduce+bf16",
@@ -67,7 +72,11 @@ DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay
 DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
 PLAN = [
     Trainings(
-        "text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, *KEPT, LATE, *BEST]
+        "text",
+        2,
+        600,
+        range(3),
+        [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, *KEPT, *FASTER, LATE, *BEST],
     ),
     Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
     Trainings("text", 4, 600, range(3), ["allreduce", KEPT[0]]),
