@@ -11,29 +11,31 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import DEAD_COLUMN, ORTHONORMAL
-from powersgd_triton.ops.blocks import multiply
+from powersgd_triton.ops.blocks import add_product, multiply, product
 
 PASSES = 4
 """Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
 What is not found then is no loss: such a column is kept, and the basis is orthonormal with it."""
 
-LARGEST_GROWTH = 1e5
-"""One pass of CholeskyQR in fp64 is enough if the terms of each new column have at most so many times its norm. Columns
-are then orthogonal up to the square of this times the rounding errors of inner products, about 2⁻⁵³: 1e-6."""
+PANEL = 64
+"""Columns that are orthogonalized at once. Decompositions of more take longer than projections of one panel."""
+
+LARGEST_GROWTH = 1e4
+"""CholeskyQR with Gram matrices in fp64 is exact enough if the root of the squares of the terms of each new column is
+at most so many times its norm. Inner products are then wrong by the square of this times 2⁻⁵³: 1e-8."""
 
 LARGEST_ERROR = 6e-4
-"""The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
+"""The same for the errors of n terms, 2⁻⁵³ n relative to norms, if they all add up."""
+
+SURELY_ALIVE = 2.0**-18
+"""If projections in fp32 leave a larger share of a column, the column is alive: rounding changes about 2⁻²⁰ of it."""
 
 NARROW_GROWTH = 8.0
-"""The new columns may be computed in fp32 if the root of the squares of these terms is at most so many times their
-norm. Bases then depart from orthonormal ones by less than 1e-6. It is 1 to 8 where bases are kept from step to step."""
+"""The new columns may be computed in fp32 if these terms are at most so many times their norm. Bases then depart from
+orthonormal ones by about 1e-6. It is 1 to 8 where bases are kept from step to step."""
 
 NARROW_NORM = 2.0**100
-"""Largest norm of a column for that. The smallest one is its inverse."""
-
-LARGEST_FIRST_GROWTH = 1e7
-"""The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
-add up and they are not, the second pass sees that, and Householder QR takes its place."""
+"""Largest norm of a column for CholeskyQR. The smallest one is its inverse."""
 
 
 def orthogonalize_reference(
@@ -164,34 +166,96 @@ def orthogonalize_groups(
     widths: dict[int, list[int]] = {}
     for i, A in enumerate(sources):
         if A.device.type == "cpu" and out[i].dtype == torch.float32:
-            widths.setdefault(1 << (A.shape[-1] - 1).bit_length(), []).append(i)
+            r = A.shape[-1]
+            widths.setdefault(r if r > PANEL else 1 << (r - 1).bit_length(), []).append(i)
         else:
             zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in widths.values():
-        Xs = [wide[i] if wide else sources[i].double() for i in group]
-        inverse, growths, roots = _inverses(Xs, max(epsilon, DEAD_COLUMN))
-        largest = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / max(X.shape[1] for X in Xs)))
-        narrow, few = inverse.float(), (roots <= NARROW_GROWTH).tolist()
-        end = 0
-        for i, X in zip(group, Xs, strict=True):
-            start, end, r = end, end + len(X), X.shape[-1]
-            if all(few[start:end]):
-                multiply(sources[i], narrow[start:end, :r, :r], out=out[i])
-                continue
-            basis, growth = torch.bmm(X, inverse[start:end, :r, :r]), growths[start:end]
-            (which,) = (growth > largest).nonzero(as_tuple=True)
-            if len(which):
-                # Of the others the first pass has made nearly orthonormal columns.
-                X, (lost,) = basis[which], (growth[which] > LARGEST_FIRST_GROWTH).nonzero(as_tuple=True)
-                A, numbers = sources[i][which[lost]], keys[i][which[lost]]
-                X[lost] = replace_dead_columns(A, keys=numbers, step=step, epsilon=epsilon)
-                second, again, _ = _inverses([X], 0.0)
-                basis[which] = torch.bmm(X, second)
-                (rest,) = (again > largest).nonzero(as_tuple=True)
-                basis[which[rest]], more = householder_qr(X[rest])
-                zeroed += more
-            out[i].copy_(basis)
+        As, found = [sources[i] for i in group], [out[i] for i in group]
+        if As[0].shape[-1] <= PANEL:
+            roots = _orthogonalize_panel(As, [wide[i] if wide else sources[i].double() for i in group], found)
+        else:
+            roots = _orthogonalize_panels(As, found, 1 / max(epsilon, SURELY_ALIVE))
+        # A sum of as many terms as columns is at most the root of the squares times the root of their number. If the
+        # share of a column that is left is small, its terms are large.
+        bound = math.sqrt(LARGEST_ERROR * 2**53 / PANEL / max(A.shape[1] for A in As))
+        exact = roots <= min(LARGEST_GROWTH, bound, 1 / epsilon if epsilon else math.inf)
+        if exact.all():
+            continue
+        for i, sure in zip(group, exact.split([len(A) for A in As]), strict=True):
+            (lost,) = (~sure).nonzero(as_tuple=True)
+            if len(lost):
+                basis = sources[i][lost]
+                zeroed += orthogonalize_reference(basis, keys=keys[i][lost], step=step, epsilon=epsilon, out=basis)
+                out[i][lost] = basis
     return zeroed
+
+
+def _orthogonalize_panels(As: Sequence[Tensor], out: Sequence[Tensor], largest: float) -> Tensor:
+    """Do what ``_orthogonalize_panel`` does for matrices of the same rank, after projecting out the panels before.
+
+    Return infinity for matrices with a column whose norm is ``largest`` times what is left of it, or more. (Barlow,
+    Smoktunowicz: "Reorthogonalized block classical Gram–Schmidt", Numer. Math. 123, 2013.)
+    """
+    worst = torch.zeros(sum(map(len, As)), dtype=torch.float64)
+    for start in range(0, As[0].shape[-1], PANEL):
+        columns = slice(start, start + PANEL)
+        panel, places = [A[..., columns].contiguous() for A in As], [basis[..., columns] for basis in out]
+        before = [basis[..., :start] for basis in out] if start else []
+        norms = None
+        if start:
+            longer, norms = _norms(panel), _norms(_project_out(panel, before))
+            loss = (longer / norms).amax(1)
+            if (loss < NARROW_GROWTH).all():
+                norms = longer
+            else:
+                # Relative to what is left, rounding has left too much of other panels.
+                _project_out(panel, before)
+        roots = _orthogonalize_panel(panel, [A.double() for A in panel], places, before, norms)
+        worst = torch.maximum(worst, roots)
+        if start:
+            # Comparisons are False for NaN.
+            worst.masked_fill_(~(loss * roots < largest), math.inf)
+    return worst
+
+
+def _norms(As: Sequence[Tensor]) -> Tensor:
+    return torch.cat([A.double().square_().sum(1) for A in As]).sqrt_()
+
+
+def _project_out(As: Sequence[Tensor], bases: Sequence[Tensor]) -> Sequence[Tensor]:
+    """A −= basis basisᵀ A, for each A [B, n, k] and orthonormal basis [B, n, r]."""
+    for A, basis in zip(As, bases, strict=True):
+        add_product(A, basis, product(basis.mT, A), alpha=-1)
+    return As
+
+
+def _orthogonalize_panel(
+    As: Sequence[Tensor],
+    Xs: Sequence[Tensor],
+    out: Sequence[Tensor],
+    before: Sequence[Tensor] = (),
+    norms: Tensor | None = None,
+) -> Tensor:
+    """Write bases of groups As [B, n, r] in fp32 to ``out``. Return by what rounding errors grow at most.
+
+    Xs are As in fp64. As have been projected onto what is orthogonal to the bases in ``before``, if there are any, and
+    had ``norms`` before that.
+    """
+    inverse, roots = _inverses(Xs, norms)
+    narrow, few = inverse.float(), (roots <= NARROW_GROWTH).tolist()
+    end = 0
+    for i, (A, X, basis) in enumerate(zip(As, Xs, out, strict=True)):
+        start, end, r = end, end + len(X), X.shape[-1]
+        if all(few[start:end]):
+            multiply(A, narrow[start:end, :r, :r], out=basis)
+            continue
+        new = torch.bmm(X, inverse[start:end, :r, :r])
+        if before:
+            new = new.float()
+            _project_out([new], [before[i]])
+        basis.copy_(new)
+    return roots
 
 
 @functools.cache
@@ -199,14 +263,14 @@ def _identity(width: int) -> Tensor:
     return torch.eye(width, dtype=torch.float64)
 
 
-def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+def _inverses(Xs: Sequence[Tensor], norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return R⁻¹ with RᵀR = XᵀX, so that X R⁻¹ has orthonormal columns, for all matrices of some X [B, n, r] in fp64.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
-    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then how large the
-    terms of a new column are at most, relative to its norm, two numbers for each matrix: a bound of their sum, and the
-    root of their squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if
-    a norm is not one for fp32. Rounding errors grow by them.
+    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then for each matrix
+    the largest root of the squares of the terms of a new column, relative to its norm: rounding errors grow by it.
+    The terms are as long as the columns of X, or as ``norms`` if these were longer before. It is infinite or NaN if the
+    decomposition failed, and infinite if a norm is not one for fp32.
     """
     counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
     width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
@@ -218,14 +282,10 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
             part[:, :r, :r] = gram
         grams = [padded]
     gram = grams[0] if len(grams) == 1 else torch.cat(grams)
-    norms = gram.diagonal(dim1=1, dim2=2).sqrt()
+    if norms is None:
+        norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).transpose(1, 2)
-    terms = norms.unsqueeze(2) * inverse
-    roots = terms.square_().sum(1).amax(1).sqrt_()
-    # Comparisons are False for NaN.
-    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0) & (roots < math.inf)
-    ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
-    # A sum of as many terms as columns is at most this.
-    sums = torch.where(alive, roots * math.sqrt(width), math.inf)
-    return inverse, sums, torch.where(alive & ordinary, roots, math.inf)
+    roots = (norms.unsqueeze(2) * inverse).square_().sum(1).amax(1).sqrt_()
+    ordinary = (norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)
+    return inverse, roots.masked_fill_(~ordinary.all(dim=1) | (failed != 0), math.inf)

@@ -152,6 +152,16 @@ def test_groups_do_not_disturb_each_other():
         assert torch.allclose(basis, orthogonalize(A), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
+def test_panels_of_which_little_is_left_are_orthogonal_to_each_other():
+    """As for a gradient of low rank with noise: what rounding leaves of other panels is projected out again."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(2, 300, 16, generator=generator) @ torch.randn(2, 16, 130, generator=generator)
+    A += 0.05 * torch.randn(A.shape, generator=generator)
+    with mock.patch("powersgd_triton.ops.orthogonalize.orthogonalize_reference", side_effect=AssertionError):
+        assert_basis_of(orthogonalize(A), A)
+
+
 @contextlib.contextmanager
 def spoiled(value: float) -> Iterator[None]:
     """Let decompositions have two equal columns at the end, and ``value`` in the first. CholeskyQR is never exact."""
