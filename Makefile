@@ -99,7 +99,7 @@ clean:
 	rm -rf .venv .venv-frameworks .venv-oldest build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken.
-$(INSTALLED): pyproject.toml setup.py powersgd_triton/ops/host.c constraints.txt
+$(INSTALLED): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[ch]) constraints.txt
 	$(PYTHON3) -m venv .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -109,14 +109,14 @@ $(INSTALLED_DOCS): $(INSTALLED)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
-$(INSTALLED_FRAMEWORKS): pyproject.toml setup.py powersgd_triton/ops/host.c constraints.txt constraints-frameworks.txt
+$(INSTALLED_FRAMEWORKS): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[ch]) constraints.txt constraints-frameworks.txt
 	$(PYTHON3) -m venv .venv-frameworks
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) torch
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout "ray[train]" torchft torchtitan
 	touch $@
 
 # All else as in constraints.txt. The interpreter of triton 3.5 converts arrays of one element, which NumPy 2.4 refuses.
-$(INSTALLED_OLDEST): pyproject.toml setup.py powersgd_triton/ops/host.c constraints.txt
+$(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[ch]) constraints.txt
 	python3.10 -m venv .venv-oldest || $(PYTHON3) -m venv .venv-oldest
 	grep --invert-match --extended-regexp "^(torch|triton|numpy)==" constraints.txt > .venv-oldest/constraints.txt
 	printf "%s\n" $(OLDEST) "numpy<2.4" >> .venv-oldest/constraints.txt

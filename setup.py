@@ -12,8 +12,9 @@ ADAPTERS = f"{NAME}.integrations"
 # those that torch has loaded. Without a compiler the package does without it.
 HOST = Extension(
     f"{NAME}.ops._host",
-    [f"{NAME}/ops/host.c"],
-    extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math"],
+    [f"{NAME}/ops/host.c", f"{NAME}/ops/products.c"],
+    depends=[f"{NAME}/ops/clones.h"],
+    extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,
 )
 

@@ -32,7 +32,7 @@ from powersgd_triton.ops.gradients import (
     real_shape,
     write_back,
 )
-from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.ops.products import subtract_product
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.schemes import new_engine
 
@@ -226,7 +226,7 @@ class Compressor(Handle):
         named = self._writable(gradients)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):
-            subtract_product_reference(matrices, P, Q, verdict)
+            subtract_product(matrices, P, Q, verdict)
         dropped = torch.zeros((), dtype=torch.int64, device=verdict.device)
         on_host = verdict.device.type == "cpu"
         for segment in bucket.layout.segments:

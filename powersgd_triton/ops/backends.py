@@ -16,7 +16,7 @@ from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import note_infinite_reference
-from powersgd_triton.ops.host import apply_host, encode_host, reference
+from powersgd_triton.ops.host import apply_host, encode_host, library, reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 
@@ -50,7 +50,8 @@ def computed_by(config: PowerSGDConfig, device: torch.device) -> str:
         return str(error)
     processor = architecture(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     version = triton_version() if name == "triton" else torch.__version__
-    return f"{name} {version} on {processor}"
+    compiled = " with C" if name == "torch" and device.type == "cpu" and library() else ""
+    return f"{name} {version}{compiled} on {processor}"
 
 
 def launches_with(version: str) -> str:

@@ -14,7 +14,7 @@ from powersgd_triton.layout.layout import Layout, RowPartition, Segment, ShapeGr
 from powersgd_triton.layout.matrices import wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.blocks import Matrices, together
-from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.ops.products import subtract_product
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import Wire
 
@@ -167,7 +167,7 @@ class Bucket:
         """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
         if applied is not None:
             for errors, group, (P, Q) in zip(buffers, self.own, self.joined(self.product, self.own), strict=True):
-                subtract_product_reference(together(errors, group.n, group.m), P, Q, applied)
+                subtract_product(together(errors, group.n, group.m), P, Q, applied)
         for error in [error for errors in buffers for error in errors]:
             if applied is not None:
                 # Near the largest number, the difference may overflow although M and the factors are finite.

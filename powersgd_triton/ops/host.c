@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "clones.h"
+
 #define BLOCK 128
 #define PERIOD 65536
 #define CHUNK 4096
@@ -15,13 +17,6 @@
 #define BF16_LARGEST 0x7F7F
 #define GROUP 4  // blocks that are encoded together
 #define LEAST_PER_THREAD 16384
-
-// Vector instructions are chosen when the library is loaded: it may run on another machine than it was built on.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 
 static inline uint32_t word(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float number(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }

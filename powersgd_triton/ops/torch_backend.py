@@ -15,18 +15,8 @@ from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
-from powersgd_triton.ops.reference import (
-    Pending,
-    backproject_reference,
-    compensate_backproject_reference,
-    compensate_project_reference,
-    may_overflow,
-    maybe,
-    note_overflow,
-    on_host,
-    reconstruct_reference,
-    rollback_reference,
-)
+from powersgd_triton.ops.products import backproject, compensate_backproject, compensate_project, reconstruct
+from powersgd_triton.ops.reference import Pending, may_overflow, maybe, note_overflow, on_host, rollback_reference
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import TorchWire, Wire
 
@@ -71,7 +61,7 @@ class TorchBackend:
         # The projection has compensated M already.
         bases, out = self._bases_and_results(bucket.Q, left=True)
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
-            backproject_reference(M, basis, out=result)
+            backproject(M, basis, out=result)
         self._leave_out(bases, out, left=True)
         return self._send(gradients, bucket.Q, left=False, first=False)
 
@@ -100,7 +90,7 @@ class TorchBackend:
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
         bucket = self.bucket
         for (P, Q), matrices in zip(bucket.joined(bucket.average), bucket.matrices(out), strict=True):
-            reconstruct_reference(P, Q, out=matrices, verdict=overflow)
+            reconstruct(P, Q, out=matrices, verdict=overflow)
         tensors, means = bucket.bypass(out), bucket.split_bypass(bucket.bypass_means)
         if tensors:
             # One call, since the calls would take longer than the copies.
@@ -163,7 +153,7 @@ class TorchBackend:
     ) -> None:
         """Compute (M − product) · basis, or with the transpose. The first product of a step compensates M."""
         bucket, (bases, out) = self.bucket, self._bases_and_results(factors, left=left)
-        compensate: Callable[..., None] = compensate_backproject_reference if left else compensate_project_reference
+        compensate: Callable[..., None] = compensate_backproject if left else compensate_project
         if repetition > 0:
             # The first product of this step has compensated M already.
             for matrices, basis, result in zip(self._matrices(gradients), bases, out, strict=True):

@@ -11,6 +11,7 @@ import triton
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
+from powersgd_triton.ops import backends
 from powersgd_triton.ops.backends import computed_by, select_backend
 
 
@@ -72,7 +73,9 @@ def test_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch):
     here = computed_by(PowerSGDConfig(backend="triton"), torch.device("cpu"))
     assert here == f"triton {triton.__version__} on {capability}"
     config, gpu = PowerSGDConfig(), torch.device("cuda", 0)
-    assert computed_by(config, torch.device("cpu")) == f"torch {torch.__version__} on {capability}"
+    for library, compiled in (("built", " with C"), (None, "")):
+        monkeypatch.setattr(backends, "library", lambda library=library: library)
+        assert computed_by(config, torch.device("cpu")) == f"torch {torch.__version__}{compiled} on {capability}"
     monkeypatch.setattr(torch.version, "hip", None)
     for major, minor, backend in ((8, 0, f"triton {triton.__version__}"), (7, 5, f"torch {torch.__version__}")):
         properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=major)

@@ -1,4 +1,4 @@
-"""The operations in plain torch against fp64 truth, and the blocks in which they walk through matrices.
+"""The operations in plain torch and in C against fp64 truth, and the blocks in which torch walks through matrices.
 
 Bounds are forward errors (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5): a sum of k
 products in arithmetic with unit roundoff u is off by at most γ_k = k u / (1 − k u) times the sum of absolute values,
@@ -15,17 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops import blocks
-from powersgd_triton.ops.reference import (
-    backproject_reference,
-    compensate_project_reference,
-    reconstruct_reference,
-)
+from powersgd_triton.ops import blocks, products, reference
 from tests.support.bounds import assert_within
 from tests.support.checks import DTYPES
 from tests.support.kernel_cases import NAN, Memory
 
-SIZES = [(1, 1, 1), (1, 9, 1), (9, 1, 1), (7, 5, 2), (16, 33, 4), (65, 12, 8)]
+SIZES = [
+    (1, 1, 1),
+    (1, 9, 1),
+    (9, 1, 1),
+    (7, 5, 2),
+    (16, 33, 4),
+    (65, 12, 8),
+    (20, 17, 13),
+    (7, 1029, 3),
+    (517, 270, 5),
+]
 
 
 def rounding(terms: int, dtype: torch.dtype) -> float:
@@ -73,16 +78,23 @@ def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 over_blocks = pytest.mark.parametrize("size", [64, 1 << 20])
 
 
+def both(name: str) -> pytest.MarkDecorator:
+    """In torch, and in C for the dtypes and numbers of columns that the library takes."""
+    ways = [getattr(reference, f"{name}_reference"), getattr(products, name)]
+    return pytest.mark.parametrize("compute", ways, ids=["torch", "C"])
+
+
+@both("compensate_project")
 @over_blocks
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compensate_project(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
+def test_compensate_project(compute: Any, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
     block_bytes(monkeypatch, size)
     for (n, m, r), applied in itertools.product(SIZES, (None, 0.0, 1.0)):
         case = Case(n, m, r, dtype)
         G, M, P, Q, basis = stack(case.G), stack(case.M), case.P.double(), case.Q.double(), case.basis.double()
         out = torch.full_like(case.P, NAN)
         pending = None if applied is None else (case.P, case.Q, torch.tensor(applied))
-        compensate_project_reference(case.G, case.M, pending, case.basis, out=out)
+        compute(case.G, case.M, pending, case.basis, out=out)
 
         product = P @ Q.mT if applied else torch.zeros_like(M)
         # r products and their sum, one subtraction, one addition.
@@ -93,14 +105,15 @@ def test_compensate_project(dtype: torch.dtype, size: int, monkeypatch: pytest.M
         assert_within(out, (G + M - product) @ basis, error @ basis.abs() + slack)
         assert torch.equal(stack(case.G), G)
         # Without error feedback.
-        compensate_project_reference(case.G, None, None, case.basis, out=out.fill_(NAN))
+        compute(case.G, None, None, case.basis, out=out.fill_(NAN))
         assert_within(out, G @ basis, rounding(m, dtype) * (G.abs() @ basis.abs()))
 
 
+@both("backproject")
 @over_blocks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_backproject(threads: int, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
+def test_backproject(compute: Any, threads: int, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
     block_bytes(monkeypatch, size)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for n, m, r in SIZES:
@@ -108,22 +121,23 @@ def test_backproject(threads: int, dtype: torch.dtype, size: int, monkeypatch: p
         P = case.P.double()
         for matrices in (case.M, case.G):
             out, again = torch.full_like(case.Q, NAN), torch.full_like(case.Q, NAN)
-            backproject_reference(matrices, case.P, out=out)
-            backproject_reference(matrices, case.P, out=again)
+            compute(matrices, case.P, out=out)
+            compute(matrices, case.P, out=again)
             M = stack(matrices)
             assert_within(out, M.mT @ P, rounding(n, dtype) * (M.abs().mT @ P.abs()))
             assert torch.equal(out, again)
 
 
+@both("reconstruct")
 @over_blocks
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reconstruct(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
+def test_reconstruct(compute: Any, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
     block_bytes(monkeypatch, size)
     for n, m, r in SIZES:
         case = Case(n, m, r, dtype)
         out, again = (spaced(torch.full((3, n, m), NAN, dtype=dtype)) for _ in range(2))
-        reconstruct_reference(case.P, case.Q, out=out)
-        reconstruct_reference(case.P, case.Q, out=again)
+        compute(case.P, case.Q, out=out)
+        compute(case.P, case.Q, out=again)
         P, Q = case.P.double(), case.Q.double()
         bound = rounding(r, dtype) * (P.abs() @ Q.abs().mT)
         # Narrow dtypes are rounded to once: half a unit in the last place, at least half the smallest denormal.
@@ -133,9 +147,12 @@ def test_reconstruct(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPa
         assert torch.equal(torch.stack(out), torch.stack(again))
 
 
+@both("reconstruct")
 @over_blocks
 @pytest.mark.parametrize("r", [1, 4])
-def test_averages_have_the_same_bits_wherever_they_are_written(r: int, size: int, monkeypatch: pytest.MonkeyPatch):
+def test_averages_have_the_same_bits_wherever_they_are_written(
+    compute: Any, r: int, size: int, monkeypatch: pytest.MonkeyPatch
+):
     """Workers may have their gradients at other distances. A zero has a sign, too."""
     block_bytes(monkeypatch, size)
     case = Case(16, 33, r, torch.float32)
@@ -143,7 +160,7 @@ def test_averages_have_the_same_bits_wherever_they_are_written(r: int, size: int
     places = torch.empty(3, 16, 33), spaced(torch.empty(3, 16, 33)), [torch.empty(16, 33) for _ in range(3)][::-1]
     for out in places:
         matrices = blocks.together(list(out), 16, 33)
-        reconstruct_reference(case.P, case.Q, out=matrices)
+        compute(case.P, case.Q, out=matrices)
     bits = [torch.stack(list(out)).view(torch.int32) for out in places]
     assert all(torch.equal(bits[0], other) for other in bits[1:])
 

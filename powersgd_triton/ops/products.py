@@ -1,0 +1,171 @@
+"""Products of gradients and factors of few columns on the CPU in C, ``products.c``.
+
+Each function does what the one in ``ops/reference.py`` does, with its arguments. Sums differ by rounding. What the
+library does not take is left to that function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.ops.blocks import Matrices, blocks, dtypes_of, load, part
+from powersgd_triton.ops.host import library
+from powersgd_triton.ops.reference import (
+    Pending,
+    backproject_reference,
+    compensate_backproject_reference,
+    compensate_project_reference,
+    may_overflow,
+    maybe,
+    note_overflow,
+    reconstruct_reference,
+    subtract_product_reference,
+)
+
+PROJECT, COMPENSATE, SUBTRACT, RECONSTRUCT, BACKPROJECT = range(5)
+
+MOST_COLUMNS, MOST_TO_BACKPROJECT = 8, 16
+"""Columns of factors up to which the library takes less time than torch's."""
+
+
+class _Stage(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("G", "M", "left", "right", "basis", "out")),
+        *((name, ctypes.c_int64) for name in ("count", "n", "m", "k", "r")),
+        ("growth", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    )
+
+
+def compensate_project(
+    G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, *, growth: Tensor | None = None, out: Tensor
+) -> None:
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q."""
+    done = _multiply(PROJECT, G, basis=Q, out=out) if M is None else _compensate(G, M, pending, Q, growth, out)
+    if not done:
+        compensate_project_reference(G, M, pending, Q, growth=growth, out=out)
+
+
+def compensate_backproject(
+    G: Matrices, M: Matrices | None, pending: Pending | None, P: Tensor, *, growth: Tensor | None = None, out: Tensor
+) -> None:
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
+    # A product by zeros says which rows of G are not finite.
+    zeros, rows = out.new_zeros(*out.shape[:2], 1), P.new_empty(*P.shape[:2], 1)
+    if M is None:
+        backproject(G, P, out=out)
+    elif _compensate(G, M, pending, zeros, growth, rows):
+        backproject(M, P, out=out)
+        if not math.isfinite(rows.sum()):
+            for g, Q in zip(G, out, strict=True):
+                Q.add_((g - torch.where(g.isfinite(), g, 0)).sum(0).unsqueeze(1))
+    else:
+        compensate_backproject_reference(G, M, pending, P, growth=growth, out=out)
+
+
+def backproject(M: Matrices, P: Tensor, *, out: Tensor) -> None:
+    """out = Q = Mᵀ P."""
+    if not _multiply(BACKPROJECT, M, basis=P, out=out):
+        backproject_reference(M, P, out=out)
+
+
+def reconstruct(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
+    """out = P Qᵀ. ``verdict`` becomes 0 if an element is not finite."""
+    if not _multiply(RECONSTRUCT, out, (P, Q, True)):
+        reconstruct_reference(P, Q, out=out, verdict=verdict)
+    elif verdict is not None and maybe(verdict) and may_overflow(P, Q, torch.float32):
+        for matrix in out:
+            note_overflow(matrix, verdict)
+
+
+def subtract_product(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) -> None:
+    """M ← M − P Qᵀ if ``applied`` is not 0."""
+    if not _multiply(SUBTRACT, M, (P, Q, applied)):
+        subtract_product_reference(M, P, Q, applied)
+
+
+def _compensate(
+    G: Matrices, M: Matrices, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
+) -> bool:
+    """Do what ``compensate_project`` does. Return False, without a change, if the library does not take these tensors.
+
+    What it takes does not depend on G's dtype: it has to subtract with the same bits as ``subtract_product``.
+    """
+    if dtypes_of(G) == {torch.float32}:
+        return _multiply(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
+    if not _takes(COMPENSATE, M, *(pending or ())[:2], Q):
+        return False
+    for members, rows in blocks(M, torch.float32):
+        block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
+        if pending is not None:
+            product = part(pending[0], members, rows), part(pending[1], members), pending[2]
+        g, P = load(G, members, rows, torch.float32), part(out, members, rows)
+        _multiply(COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
+    return True
+
+
+def _multiply(
+    kind: int,
+    M: Matrices,
+    product: Pending | None = None,
+    *,
+    G: Matrices | None = None,
+    basis: Tensor | None = None,
+    growth: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool:
+    """Return False, without a change, if the library does not take these tensors."""
+    left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
+    factors = left, right, basis, out
+    if not _takes(kind, M, *(x for x in factors if x is not None)) or not (G is None or _are_plain(G)):
+        return False
+    G_places, M_places = None if G is None else _places(G), _places(M)
+    n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
+    stage = _Stage(
+        None if G_places is None else ctypes.addressof(G_places),
+        ctypes.addressof(M_places),
+        *(None if x is None else x.data_ptr() for x in factors),
+        *(len(M_places), n, m, 0 if left is None else left.shape[-1], 0 if out is None else out.shape[-1]),
+        1.0 if growth is None else growth.item(),
+        kind,
+    )
+    _function()(ctypes.byref(stage), torch.get_num_threads())
+    return True
+
+
+@functools.cache
+def _function() -> Any:
+    return getattr(library(), "powersgd_multiply", None)
+
+
+def _takes(kind: int, M: Matrices, *factors: Tensor) -> bool:
+    """Return whether the library takes matrices and factors."""
+    most = MOST_TO_BACKPROJECT if kind == BACKPROJECT else MOST_COLUMNS
+    few = all(x.shape[-1] <= most for x in factors)
+    return few and _function() is not None and all(map(_is_plain, factors)) and _are_plain(M)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
+
+
+def _are_plain(matrices: Matrices) -> bool:
+    """The same for matrices, which may lie at any distance."""
+    if not isinstance(matrices, Tensor):
+        return all(map(_is_plain, matrices))
+    plain = matrices.dtype == torch.float32 and matrices.numel() > 0
+    return plain and matrices.stride()[1:] == (matrices.shape[2], 1)
+
+
+def _places(matrices: Matrices) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of matrices."""
+    if not isinstance(matrices, Tensor):
+        return (ctypes.c_void_p * len(matrices))(*(matrix.data_ptr() for matrix in matrices))
+    count, first, distance = matrices.shape[0], matrices.data_ptr(), 4 * matrices.stride(0)
+    return (ctypes.c_void_p * count)(*(first + distance * i for i in range(count)))

@@ -1,0 +1,129 @@
+"""Products in C: what ``test_reference.py``, which compares their values, does not ask."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.ops import blocks, products
+from powersgd_triton.ops.host import library
+from powersgd_triton.ops.products import (
+    backproject,
+    compensate_backproject,
+    compensate_project,
+    reconstruct,
+    subtract_product,
+)
+from powersgd_triton.ops.reference import compensate_backproject_reference, compensate_project_reference
+from tests.support.kernel_cases import INF, NAN
+
+pytestmark = pytest.mark.skipif(not hasattr(library(), "powersgd_multiply"), reason="not built here")
+COUNT, N, M = 3, 517, 270
+PROJECT = compensate_project, compensate_project_reference
+BACKPROJECT = compensate_backproject, compensate_backproject_reference
+
+
+def new(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def stages(r: int, G: Tensor, errors: Tensor, growth: float = 1.0) -> list[Tensor]:
+    """What all stages write."""
+    left, right, basis = new(COUNT, N, r), new(COUNT, M, r), new(COUNT, M, r) + 1
+    P, Q, average = torch.empty_like(left), torch.empty_like(right), torch.empty_like(G)
+    compensate_project(G, errors, (left, right, True), basis, growth=torch.tensor(growth), out=P)
+    backproject(errors, left, out=Q)
+    reconstruct(left, right, out=average)
+    return [errors, P, Q, average]
+
+
+@pytest.mark.parametrize("r", [1, 4, 7])
+def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            G = new(COUNT, N + threads, M)[:, threads:]
+            results.append(stages(r, G.copy_(new(COUNT, N, M)), new(COUNT, N, M) * 2))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, results[0], result))
+
+
+@pytest.mark.parametrize("r", [1, 4, 7])
+def test_a_run_that_loads_errors_goes_on_with_the_same_bits(r: int):
+    whole, parts = (new(COUNT, N, M) for _ in range(2))
+    left, right, basis, G = new(COUNT, N, r), new(COUNT, M, r), new(COUNT, M, r) + 1, new(COUNT, N, M) + 1
+    found = torch.full((2, COUNT, N, r), NAN)
+    compensate_project(G, whole, (left, right, True), basis, out=found[0])
+    subtract_product(parts, left, right, True)
+    compensate_project(G, parts, None, basis, out=found[1])
+    assert torch.equal(whole, parts)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: float):
+    G, errors = new(COUNT, N, M), new(COUNT, N, M)
+    G[1, 5, M - 1] = G[2, 0, 3] = value
+    expected, _, Q, _ = stages(4, torch.where(G.isfinite(), G, 0), errors.clone())
+    before = errors.clone()
+    errors, P, again, _ = stages(4, G, errors)
+    assert torch.equal(errors, expected)
+    assert torch.equal(Q, again)
+    spoiled = torch.zeros(COUNT, N, dtype=torch.bool)
+    spoiled[1, 5] = spoiled[2, 0] = True
+    assert torch.equal(P.isfinite(), ~spoiled.unsqueeze(2).expand_as(P))
+    # From the left, it reaches that of its column.
+    compensate_backproject(G, before, (new(COUNT, N, 4), new(COUNT, M, 4), True), P.nan_to_num_(1.0), out=Q)
+    assert torch.equal(before, expected)
+    assert (~Q.isfinite()).nonzero()[:, :2].unique(dim=0).tolist() == [[1, M - 1], [2, 3]]
+
+
+def test_errors_follow_a_loss_scale():
+    G, errors = new(COUNT, N, M), new(COUNT, N, M)
+    found, expected = (stages(4, G, errors * scale, growth)[0] for scale, growth in ((1, 4.0), (4, 1.0)))
+    # The product is subtracted before errors are scaled.
+    product = new(COUNT, N, 4) @ new(COUNT, M, 4).mT
+    torch.testing.assert_close(found, expected - 3 * product, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("r", [4, 9])
+def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytest.MonkeyPatch):
+    """It takes few columns in fp32. Gradients may have other dtypes, since the errors do not show which they had."""
+    taken: list[bool] = []
+    multiply = products._multiply
+
+    def noted(*arguments: Any, **named: Any) -> bool:
+        taken.append(multiply(*arguments, **named))
+        return taken[-1]
+
+    monkeypatch.setattr(products, "_multiply", noted)
+    monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 16)
+    few, fp32 = r <= products.MOST_COLUMNS, torch.float32
+    cases: list[tuple[Any, torch.dtype, bool]] = [
+        (new(COUNT, N, M), fp32, few),
+        (list(new(COUNT, N, M)), fp32, few),
+        (new(COUNT, N, M).bfloat16(), fp32, few),
+        (new(COUNT, N, M + 1)[..., :-1], fp32, False),
+        (new(COUNT, N, M), torch.bfloat16, False),
+        (new(COUNT, N, M).double(), torch.float64, False),
+    ]
+    for (G, dtype, takes), left in itertools.product(cases, (False, True)):
+        factors = torch.float64 if dtype == torch.float64 else fp32
+        first, second, basis = new(COUNT, N, r).to(factors), new(COUNT, M, r).to(factors), new(COUNT, M, r).to(factors)
+        compute, expect = BACKPROJECT if left else PROJECT
+        rows = first if left else basis
+        found, expected = torch.full((2, *(second if left else first).shape), NAN, dtype=factors)
+        errors = [new(COUNT, N, M).to(dtype) for _ in range(2)]
+        compute(G, errors[0], (first, second, True), rows, out=found)
+        assert any(taken[:1]) == takes
+        taken.clear()
+        expect(G, errors[1], (first, second, True), rows, out=expected)
+        torch.testing.assert_close(errors[0], errors[1])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
