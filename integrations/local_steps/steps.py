@@ -110,7 +110,7 @@ class LocalSteps(Handle):
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, rounds=True)
             # Exchanges are rare, and memory counts more.
-            engine.residuals.whole.spares = False
+            engine.residuals.whole.in_place = True
             self._outer = OuterState(local, outer, engine, device, optimizer)
             own = {"every": first, "delay": delay, "keep": keep, **common_facts(chosen, 0)}
             own["states"] = optimizer is not None
