@@ -79,9 +79,10 @@ class PendingExchange:
         outer, begun = self._outer, self.begun
         if self._averages:
             self.gradients = outer.local.memory(outer.shared, outer.device)
-            for average, names in self._averages:
-                average.reconstruct({name: self.gradients[name] for name in names}, None)
-            self._averages.clear()
+            with self._engine.residuals.streams.everywhere():
+                for average, names in self._averages:
+                    average.reconstruct({name: self.gradients[name] for name in names}, None)
+                self._averages.clear()
         for name, mean in self.gradients.items():
             parameter = outer.shared[name]
             parameter.grad = outer.local.without_padding(mean, parameter).to(parameter.device)

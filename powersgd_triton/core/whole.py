@@ -61,6 +61,13 @@ class WholeErrors:
         """Hold {name: E} until they are added to the next gradients of these tensors."""
         self._remaining = self._unsent() | errors
 
+    def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
+        """Return M = G + E of tensors that are sent whole, flat, in fp32."""
+        if not self._plan.config.error_feedback:
+            return flat(layout, gradients).to(torch.float32, copy=True)
+        M, terms = self.terms(layout, gradients, step)
+        return M if terms is None else torch.add(*terms, out=M)
+
     def terms(
         self, layout: Layout, gradients: Mapping[str, Tensor], step: Step
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
