@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.common import is_deepspeed, plain_name, uncompiled
+from powersgd_triton.ops.host import new_memory
 from powersgd_triton.planning.tuning import refuse_auto
 
 Named = Iterator[tuple[str, Tensor]]
@@ -72,6 +73,20 @@ class LocalTensors:
     def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
         """Return a view of ``padded``, which has zeros at the ends of its dimensions, in the shape of ``tensor``."""
         return padded[tuple(slice(size) for size in tensor.shape)]
+
+    def memory(self, like: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return {name: new memory, padded} in the dtypes of ``like``, on its devices by default.
+
+        Tensors lie one after the other, so that what is sent of them need not be copied first.
+        """
+        found: dict[str, Tensor] = {}
+        kinds = {name: (tensor.dtype, device or tensor.device) for name, tensor in like.items()}
+        for kind in dict.fromkeys(kinds.values()):
+            shapes = {name: self.shapes[name] for name in kinds if kinds[name] == kind}
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            parts = new_memory(sum(sizes), *kind).split(sizes)
+            found |= {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return found
 
     def _parameters(self) -> Named:
         self.before()

@@ -17,6 +17,7 @@ from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local, sameness
+from powersgd_triton.ops.reference import known
 from powersgd_triton.ops.step import HostCopy
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
@@ -118,67 +119,53 @@ class OuterState:
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the local parameters that have ``values``. Rounding them to 16 bits counts as no change."""
         for name, tensor in self.local.tensors():
-            value, theta = values.get(name), self.shared[name].detach()
-            if value is not None:
-                tensor.copy_(value)
-                self._starts.pop(name, None)
-                if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
-                    self._starts[name] = theta - (value - tensor)
+            if name in values:
+                self.write_one(name, tensor, values[name])
         self.local.refresh()
+
+    def write_one(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        """Do the same with a single one. Call ``local.refresh`` after the last one."""
+        theta = self.shared[name].detach()
+        tensor.copy_(value)
+        self._starts.pop(name, None)
+        if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
+            self._starts[name] = theta - (value - tensor)
 
     def pseudo_gradients(self, finite: Tensor | None = None, begun: Tensors | None = None) -> tuple[Tensors, Tensor]:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
         """
-        found: Tensors = {}
+        found = self.local.memory(self.shared, self.device)
         for name, tensor in self.local.tensors():
             start = self._starts[name] if name in self._starts else self._rounded(name, tensor)
-            own = begun.get(name, start) if begun else tensor.to(start.dtype)
-            found[name] = gradient = (start - own).to(self.device).contiguous()
-            if gradient.shape != self.local.shapes[name]:
-                found[name] = gradient.new_zeros(self.local.shapes[name])
-                self.local.without_padding(found[name], gradient).copy_(gradient)
+            own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
+            if gradient.shape != found[name].shape:
+                found[name].zero_()
+            if start.device == self.device:
+                torch.sub(start, own, out=gradient)
+            else:
+                gradient.copy_(start - own)
         if finite is None:
             finite = self._is_finite(found.values())
-        for gradient in found.values():
-            torch.where(finite, gradient, gradient.new_zeros(()), out=gradient)
+        if not known(finite):
+            for gradient in found.values():
+                torch.where(finite, gradient, gradient.new_zeros(()), out=gradient)
         return found, finite
 
     def copies(self, finite: Tensor) -> Tensors:
         """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
-        copies: Tensors = {}
+        copies, unchanged = self.local.memory(self.shared), known(finite)
         for name, tensor in self.local.tensors():
             theta, here = self._rounded(name, tensor), finite.to(tensor.device)
-            copies[name] = torch.where(here, tensor.to(theta.dtype), theta)
-            tensor.copy_(copies[name])
+            copies[name] = self.local.without_padding(copies[name], tensor).copy_(tensor)
+            if unchanged:
+                continue
+            tensor.copy_(torch.where(here, copies[name], theta, out=copies[name]))
             if name in self._starts:
                 self._starts[name] = torch.where(here, self._starts[name], theta)
         self.local.refresh()
         return copies
-
-    def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors, kept: Tensors) -> None:
-        """Update θ by {name: mean pseudo-gradient}, padded. Go on from θ − ``kept``, with the changes since ``begun``.
-
-        These local parameters are overwritten. Call it again if the optimizer raises an exception.
-        """
-        for name, mean in means.items():
-            parameter = self.shared[name]
-            parameter.grad = self.local.without_padding(mean, parameter).to(parameter.device)
-        try:
-            self.optimizer.step()
-        except BaseException:
-            begun |= {} if begun else self.copies(finite)
-            raise
-        self.optimizer.zero_grad()
-        values, tensors = {name: self.shared[name].detach() for name in means}, dict(self.local.tensors())
-        for name, error in kept.items():
-            values[name] = values[name] - error.to(values[name])
-        for name, start in begun.items():
-            # In the memory of ``begun``, since new pages are slow on the CPU.
-            changed = torch.sub(tensors[name].to(start.dtype), start, out=start)
-            values[name] = changed.add_(values[name])
-        self.write(values)
 
     @contextlib.contextmanager
     @torch.no_grad()

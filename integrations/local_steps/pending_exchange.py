@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Average
 from powersgd_triton.core.undo import Undo
-from powersgd_triton.integrations.local_steps.outer_state import OuterState
+from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
 
 FRAGMENT = 1 << 25
 """Elements of the model that are exchanged at a time, since an exchange needs memory for several copies of them."""
@@ -19,7 +20,7 @@ class PendingExchange:
     """An exchange under way. It is one step of the engine, and may take ``delay`` steps of the local optimizer.
 
     Attributes:
-        gradients: {name: pseudo-gradient}. When the exchange ``counts``, they are their means.
+        gradients: {name: pseudo-gradient}, of which the exchange makes errors or means.
         finite: Whether this worker was finite, as a scalar on the device.
         since: Number of steps whose changes are exchanged.
         begun: {name: local parameters when the exchange began}, with a delay.
@@ -31,6 +32,8 @@ class PendingExchange:
         self.begun = outer.copies(self.finite) if delay else {}
         self.since, self._left = since, delay
         self._waiting = _fragments(self.gradients, delay)
+        # Averages of quantized gradients, whose own memory has errors, and their names.
+        self._averages: list[tuple[Average, list[str]]] = []
         self.counts = False
         undo.begin()
 
@@ -68,6 +71,40 @@ class PendingExchange:
             self.take_back()
         return finish
 
+    def apply(self, errors: Tensors, keep: float) -> None:
+        """Update θ by what has arrived. Go on from θ − ``keep`` · {name: E}, with the changes since the exchange began.
+
+        The parameters as it began are overwritten. Call it again if the outer optimizer raises an exception.
+        """
+        outer, begun = self._outer, self.begun
+        if self._averages:
+            self.gradients = outer.local.memory(outer.shared, outer.device)
+            with self._engine.residuals.streams.everywhere():
+                for average, names in self._averages:
+                    average.reconstruct({name: self.gradients[name] for name in names}, None)
+                self._averages.clear()
+        for name, mean in self.gradients.items():
+            parameter = outer.shared[name]
+            parameter.grad = outer.local.without_padding(mean, parameter).to(parameter.device)
+        try:
+            outer.optimizer.step()
+        except BaseException:
+            begun |= {} if begun else outer.copies(self.finite)
+            raise
+        outer.optimizer.zero_grad()
+        # In memory that is there, since new pages are slow on the CPU.
+        for name, tensor in outer.local.tensors():
+            value, start, error = outer.shared[name].detach(), begun.get(name), errors.get(name)
+            out = tensor if tensor.dtype == value.dtype else None
+            if start is not None:
+                torch.sub(tensor.to(start.dtype), start, out=start)
+            if error is not None:
+                value = torch.sub(value, error.to(value), alpha=keep, out=out)
+            if start is not None:
+                value = torch.add(value, start, out=out)
+            outer.write_one(name, tensor, value)
+        outer.local.refresh()
+
     def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
         # Again, since means may have been written over them.
@@ -81,7 +118,9 @@ class PendingExchange:
         shapes = {name: self._outer.local.shapes[name] for name in names}
         bucket = engine.begin(tuple(names), lambda: shapes, self._outer.device, last=False)
         if engine.compressing:
-            engine.average(bucket, gradients)
+            apart = bool(engine.config.quantize and engine.config.error_feedback)
+            write = (lambda average: self._averages.append((average, names))) if apart else None
+            engine.average(bucket, gradients, write=write)
             return
         flats = [gradient.view(-1) for gradient in gradients.values()]
         buffer, sizes = torch.cat(flats), [len(flat) for flat in flats]

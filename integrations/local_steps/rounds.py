@@ -108,15 +108,15 @@ class Rounds:
 
     def _use(self, pending: PendingExchange) -> None:
         """Update θ by what has arrived, and go on from it."""
-        kept = {name: E.mul_(self.keep) for name, E in self.errors().items()} if self.keep else {}
-        self._outer.update(pending.gradients, pending.finite, pending.begun, kept)
+        kept = self.errors(copy=False) if self.keep else {}
+        pending.apply(kept, self.keep)
         if kept:
             forget(self._engine)
         self._undo.begin()
 
-    def errors(self) -> Tensors:
-        """Return copies {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
-        found, theta, local = errors(self._engine), self._outer.theta(), self._outer.local
+    def errors(self, *, copy: bool = True) -> Tensors:
+        """Return {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
+        found, theta, local = errors(self._engine, copy=copy), self._outer.theta(), self._outer.local
         return {name: local.without_padding(E.view(local.shapes[name]), theta[name]) for name, E in found.items()}
 
     # What workers agree on. All of it is collective ------------------------------------------------------------------

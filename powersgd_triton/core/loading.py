@@ -27,10 +27,10 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 
 
-def errors(engine: Engine) -> Parts:
-    """Return copies {name: E [n, m]} of this worker's errors; see ``Residuals.error``."""
+def errors(engine: Engine, *, copy: bool = True) -> Parts:
+    """Return {name: E [n, m]} of this worker's errors; see ``Residuals.error``."""
     engine.finish()
-    return engine.residuals.error(engine.step)
+    return engine.residuals.error(engine.step, copy=copy)
 
 
 def settle(engine: Engine) -> None:

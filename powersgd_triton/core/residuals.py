@@ -101,15 +101,17 @@ class Residuals:
         """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
         return bool(self.loaded.matrices or self.whole.has_errors())
 
-    def error(self, step: Step) -> Parts:
-        """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
+    def error(self, step: Step, *, copy: bool = True) -> Parts:
+        """Return {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback.
+
+        Without ``copy``, they may be views, which the next step changes.
+        """
         self.decide()
         with self.streams.everywhere():
             if not self.plan.config.error_feedback:
                 return {}
-            errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
-            errors |= {name: error.clone() for name, error in self.whole.errors(step).items()}
-            return errors | self._errors(step)
+            errors = {name: parts["error"] for name, parts in self.loaded.matrices.items()} | self.whole.errors(step)
+            return {name: error.clone() if copy else error for name, error in errors.items()} | self._errors(step)
 
     def _errors(self, step: Step, *, wide: bool = False) -> Parts:
         """Return copies of the errors of all matrices that are in buckets."""

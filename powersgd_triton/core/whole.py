@@ -21,7 +21,8 @@ class WholeErrors:
     A step leaves what it has not sent. Its verdict decides in ``settle`` whether this or the error before it counts.
 
     Attributes:
-        spares: Whether memory for the errors of the next step is kept between steps, on the CPU.
+        in_place: Whether M and the errors take the memory of the gradients, to which no average is written then. Else
+            memory for the errors of the next step is kept between steps, on the CPU.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
         left: {layout: what a step has left}, until ``settle``.
@@ -30,7 +31,7 @@ class WholeErrors:
 
     def __init__(self, plan: RankPlan) -> None:
         self._plan = plan
-        self.late, self.spares = False, True
+        self.late = self.in_place = False
         self.noted: dict[Layout, Tensor] | None = None
         self.forget()
 
@@ -65,19 +66,29 @@ class WholeErrors:
         if not self._plan.config.error_feedback:
             return flat(layout, gradients).to(torch.float32, copy=True)
         M, terms = self.terms(layout, gradients, step)
-        return torch.add(*terms, out=M)
+        return M if terms is None else torch.add(*terms, out=M)
 
     def terms(
         self, layout: Layout, gradients: Mapping[str, Tensor], step: Step
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return memory for M, and G and E, of which it is the sum."""
-        G = flat(layout, gradients)
-        E, scale = self._held(layout, G.device), step.scale(G.device)
-        M = self._spare.pop(layout, None)
-        M = torch.empty_like(E) if M is None else M
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return memory for M of tensors that are sent whole, flat, and G and E, of which it is the sum.
+
+        None if the memory has M already.
+        """
+        G, terms = flat(layout, gradients), None
+        if self.in_place and not self.has_errors():
+            M = G.float()
+        else:
+            E, scale = self._held(layout, G.device), step.scale(G.device)
+            E = E if scale is None else E * scale
+            if self.in_place:
+                M = G.float().add_(E)
+            else:
+                spare, terms = self._spare.pop(layout, None), (G, E)
+                M = torch.empty_like(E) if spare is None else spare
         if self.noted is not None:
             self.noted[layout] = M
-        return M, (G, E if scale is None else E * scale)
+        return M, terms
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
@@ -116,13 +127,15 @@ class WholeErrors:
         if verdict is None or not self.is_unsettled(step):
             return
         for layout, M in self.left.items():
-            E = self._held(layout, M.device)
             if not on_host(verdict):
+                E = self._held(layout, M.device)
                 torch.where(verdict.bool(), M, E, out=E)
-            else:
-                self._flat[layout], spare = (M, E) if verdict else (E, M)
-                if self.spares:
-                    self._spare[layout] = spare
+                continue
+            spare = self._flat.get(layout) if verdict else M
+            if verdict:
+                self._flat[layout] = M
+            if spare is not None and not self.in_place:
+                self._spare[layout] = spare
         self.left, self.verdict = {}, None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.

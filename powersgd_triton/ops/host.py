@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_ref
 
 FORMATS = ("int4", "int8", "fp8", "bf16")
 """Formats with blocks that the library has, in its order. It has the sparse format too."""
+
+LARGE = 1 << 22
+"""Bytes from which on memory is in large pages, of 2 MiB each."""
 
 
 class _Encoding(ctypes.Structure):
@@ -86,6 +91,20 @@ def apply_host(task: Decoding) -> None:
         kind, form, kept = _form(width)
         arguments = _Decoding(*places, weight, form, fresh, kept)
         code[f"powersgd_decode{kind}"](ctypes.byref(arguments), torch.get_num_threads())
+
+
+def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return new memory, on the CPU in large pages if the system has some: small ones take longer than what they hold.
+
+    The first access to 4 KiB takes about as long as ten passes over them.
+    """
+    size = numel * dtype.itemsize
+    if device.type != "cpu" or size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(numel, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def reference(

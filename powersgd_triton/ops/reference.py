@@ -207,6 +207,11 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def known(flag: Tensor) -> bool:
+    """Return whether a flag is known to be set without waiting for a device."""
+    return on_host(flag) and bool(flag)
+
+
 def maybe(flag: bool | Tensor) -> bool:
     """Return False only if the flag is known to be 0 without waiting for a device."""
     return bool(flag) if isinstance(flag, bool) or on_host(flag) else True

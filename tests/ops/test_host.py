@@ -69,8 +69,11 @@ def test_same_bits_as_the_reference(width: WireFormat, numel: int):
 
 @pytest.mark.parametrize("compression", [16, 50, 1000])
 def test_sparse_messages_have_the_same_bits(compression: float):
-    width, numel = SparseFormat.of(compression), 2 * CHUNK + 700
-    for x, each in itertools.product(inputs(numel), (None, CHUNK)):
+    width, numel = SparseFormat.of(compression), 3 * CHUNK + 700
+    x, chunk = next(inputs(numel)), torch.arange(numel) // CHUNK
+    # Chunks that are not alike, ties, few elements that are not 0, and some that differ in their lowest bits only.
+    more = x * 1e-20 ** (chunk % 2), x.mul(2).round(), x * (chunk > 1) * (x > 2.5), 1 + x.abs() * 2.0**-18
+    for x, each in itertools.product([*inputs(numel), *more], (None, CHUNK)):
         results = []
         for encode, apply in (reference(width), (encode_host, apply_host)):
             left = x.clone()
