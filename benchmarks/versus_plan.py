@@ -43,7 +43,7 @@ FOUR += [
     KEPT[1],
     *(f"{arm}+inner{rate}" for arm in ("allreduce", KEPT[0]) for rate in (1.5, 2)),
 ]
-MUON = ["allreduce", "ours:19.5x", "local:exact+every2", *KEPT[:3]]
+MUON = ["allreduce", "allreduce+inner1.5", "ours:19.5x", "local:exact+every2", *KEPT[:3], f"{KEPT[0]}+inner1.5"]
 # The best rates of the tuning below.
 BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
 BEST += ["sparseloco:512+every5+outer1", "sparseloco:256+every6+outer1", "demo:32+rate0.001"]
