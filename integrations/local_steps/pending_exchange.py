@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.scheme import Average
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
@@ -79,7 +80,7 @@ class PendingExchange:
         outer, begun = self._outer, self.begun
         if self._averages:
             self.gradients = outer.local.memory(outer.shared, outer.device)
-            with self._engine.residuals.streams.everywhere():
+            with on_streams(self._engine):
                 for average, names in self._averages:
                     average.reconstruct({name: self.gradients[name] for name in names}, None)
                 self._averages.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,11 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     engine.buckets.together("state_dict", lambda: (None, {}, {}))
     engine.finish()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
+
+
+def on_streams(engine: Engine) -> AbstractContextManager[object]:
+    """Return a context whose work is done on the streams on which the engine computes."""
+    return engine.residuals.streams.everywhere()
 
 
 def errors(engine: Engine, *, copy: bool = True) -> Parts:
@@ -71,7 +77,7 @@ def compared(engine: Engine, read: Read, **options: Any) -> Loaded:
 
     def check() -> tuple[Loaded, Facts, Facts]:
         found = checked(engine, *read(), **options)
-        with engine.residuals.streams.everywhere():
+        with on_streams(engine):
             return found, {}, saved_facts(found[0])
 
     return engine.buckets.together("load_state_dict", check)

@@ -18,7 +18,7 @@ PASSES = 4
 What is not found then is no loss: such a column is kept, and the basis is orthonormal with it."""
 
 PANEL = 64
-"""Columns that are orthogonalized at once. Decompositions of more take longer than projections of one panel."""
+"""Most columns that are orthogonalized at once. Decompositions of more take longer than projections of one panel."""
 
 LARGEST_GROWTH = 1e4
 """CholeskyQR with Gram matrices in fp64 is exact enough if the root of the squares of the terms of each new column is
@@ -198,8 +198,11 @@ def _orthogonalize_panels(As: Sequence[Tensor], out: Sequence[Tensor], largest: 
     Smoktunowicz: "Reorthogonalized block classical Gram–Schmidt", Numer. Math. 123, 2013.)
     """
     worst = torch.zeros(sum(map(len, As)), dtype=torch.float64)
-    for start in range(0, As[0].shape[-1], PANEL):
-        columns = slice(start, start + PANEL)
+    r = As[0].shape[-1]
+    # Of equal width, since sums of products with few columns are less exact.
+    width = -(-r // -(-r // PANEL))
+    for start in range(0, r, width):
+        columns = slice(start, start + width)
         panel, places = [A[..., columns].contiguous() for A in As], [basis[..., columns] for basis in out]
         before = [basis[..., :start] for basis in out] if start else []
         norms = None

@@ -47,6 +47,7 @@ def compensate_project(
     G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, *, growth: Tensor | None = None, out: Tensor
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q."""
+    pending = _pending(M, pending, Q)
     done = _multiply(PROJECT, G, basis=Q, out=out) if M is None else _compensate(G, M, pending, Q, growth, out)
     if not done:
         compensate_project_reference(G, M, pending, Q, growth=growth, out=out)
@@ -58,9 +59,10 @@ def compensate_backproject(
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
     # A product by zeros says which rows of G are not finite.
     zeros, rows = out.new_zeros(*out.shape[:2], 1), P.new_empty(*P.shape[:2], 1)
+    pending = _pending(M, pending, P)
     if M is None:
         backproject(G, P, out=out)
-    elif _compensate(G, M, pending, zeros, growth, rows):
+    elif _are_few(P) and _compensate(G, M, pending, zeros, growth, rows):
         backproject(M, P, out=out)
         if not math.isfinite(rows.sum()):
             for g, Q in zip(G, out, strict=True):
@@ -93,11 +95,8 @@ def subtract_product(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) 
 def _compensate(
     G: Matrices, M: Matrices, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
 ) -> bool:
-    """Do what ``compensate_project`` does. Return False, without a change, if the library does not take these tensors.
-
-    What it takes does not depend on G's dtype: it has to subtract with the same bits as ``subtract_product``.
-    """
-    if dtypes_of(G) == {torch.float32}:
+    """Do what ``compensate_project`` does. Return False, without a change, if the library does not take it."""
+    if dtypes_of(G) == {torch.float32} and _are_plain(G):
         return _multiply(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
     if not _takes(COMPENSATE, M, *(pending or ())[:2], Q):
         return False
@@ -105,9 +104,25 @@ def _compensate(
         block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
         if pending is not None:
             product = part(pending[0], members, rows), part(pending[1], members), pending[2]
-        g, P = load(G, members, rows, torch.float32), part(out, members, rows)
+        g, P = [x.contiguous() for x in load(G, members, rows, torch.float32)], part(out, members, rows)
         _multiply(COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
     return True
+
+
+def _pending(M: Matrices | None, pending: Pending | None, basis: Tensor) -> Pending | None:
+    """Return what is to be subtracted from M in the pass of the next product, and subtract what is not.
+
+    It is not if only one of the two has few columns. Where a product is computed then does not depend on the product
+    before it: a run that goes on from a saved error has the same bits.
+    """
+    if M is None or pending is None or _are_few(pending[0]) == _are_few(basis):
+        return pending
+    subtract_product(M, *pending)
+    return None
+
+
+def _are_few(factor: Tensor) -> bool:
+    return factor.shape[-1] <= MOST_COLUMNS
 
 
 def _multiply(
