@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import Matrices, blocks, dtypes_of, load, part
+from powersgd_triton.ops.blocks import Matrices, blocks, load, part
 from powersgd_triton.ops.host import library
 from powersgd_triton.ops.reference import (
     Pending,
@@ -57,12 +57,11 @@ def compensate_backproject(
     G: Matrices, M: Matrices | None, pending: Pending | None, P: Tensor, *, growth: Tensor | None = None, out: Tensor
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
-    # A product by zeros says which rows of G are not finite.
-    zeros, rows = out.new_zeros(*out.shape[:2], 1), P.new_empty(*P.shape[:2], 1)
-    pending = _pending(M, pending, P)
+    pending, rows = _pending(M, pending, P), P.new_empty(*P.shape[:2], 1)
     if M is None:
         backproject(G, P, out=out)
-    elif _are_few(P) and _compensate(G, M, pending, zeros, growth, rows):
+    # A product by zeros says which rows of G are not finite.
+    elif _are_few(P) and _compensate(G, M, pending, out.new_zeros(*out.shape[:2], 1), growth, rows):
         backproject(M, P, out=out)
         if not math.isfinite(rows.sum()):
             for g, Q in zip(G, out, strict=True):
@@ -96,9 +95,9 @@ def _compensate(
     G: Matrices, M: Matrices, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
 ) -> bool:
     """Do what ``compensate_project`` does. Return False, without a change, if the library does not take it."""
-    if dtypes_of(G) == {torch.float32} and _are_plain(G):
+    if _are_plain(G):
         return _multiply(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
-    if not _takes(COMPENSATE, M, *(pending or ())[:2], Q):
+    if not _takes(COMPENSATE, M, *(pending or ())[:2], Q, out):
         return False
     for members, rows in blocks(M, torch.float32):
         block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
@@ -135,10 +134,10 @@ def _multiply(
     growth: Tensor | None = None,
     out: Tensor | None = None,
 ) -> bool:
-    """Return False, without a change, if the library does not take these tensors."""
+    """Return False, without a change, if the library does not take M and factors. G must be plain."""
     left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
     factors = left, right, basis, out
-    if not _takes(kind, M, *(x for x in factors if x is not None)) or not (G is None or _are_plain(G)):
+    if not _takes(kind, M, *(x for x in factors if x is not None)):
         return False
     G_places, M_places = None if G is None else _places(G), _places(M)
     n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
