@@ -3,48 +3,10 @@
 //
 // Each element of a result is computed by one thread in one order: it has the same bits on any number of threads.
 
-#include <stdint.h>
-#include <string.h>
+#include "products.h"
 
-#include "clones.h"
-
-// A product and a sum in one instruction. Expressions have one product, so there is one way to do this.
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT ON
-#else
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
-#define LANES 8
-#define ROWS 4      // of a matrix, processed together: what is read of the factors serves all of them
-#define MOST 16     // columns of factors
-#define WIDTH 1024  // columns of a matrix for which 8 columns of two factors, 64 KiB, stay in the cache
-#define STRIP 256   // columns of a matrix that one thread multiplies from the left, whose sums stay in the cache
-#define HEIGHT 512  // rows that are summed before the sum is added to others, so that rounding errors grow less
+#define HEIGHT 512            // rows that are summed before the sum is added to others, so that rounding errors grow less
 #define LEAST_PER_THREAD 16384
-#define INLINE static inline __attribute__((always_inline))
-#define MINIMUM(a, b) ((a) < (b) ? (a) : (b))
-
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef int32_t mask __attribute__((vector_size(4 * LANES)));
-
-// P = M Q; M ← growth · (M − product) + G and P = M Q; M ← M − product; M = product; Q = Mᵀ P.
-enum { PROJECT, COMPENSATE, SUBTRACT, RECONSTRUCT, BACKPROJECT };
-
-typedef struct {
-    const float *const *G;      // count matrices n × m
-    float *const *M;            // the same
-    const float *left, *right;  // the product left rightᵀ of [count, n, k] and [count, m, k]
-    const float *basis;         // [count, m, r], or to backproject [count, n, r]
-    float *out;                 // [count, n, r], or [count, m, r]
-    int64_t count, n, m, k, r;
-    float growth;
-    int32_t kind;
-} Stage;
-
-// Up to LANES numbers, and zeros.
-INLINE vector load(const float *x, int64_t count) { vector v = {0}; memcpy(&v, x, count * sizeof(float)); return v; }
-INLINE void store(float *x, vector v, int64_t count) { memcpy(x, &v, count * sizeof(float)); }
 
 // Write w columns of a factor [rows, r] as vectors, those of the same rows side by side. Columns from r on are zero.
 INLINE void transpose(const float *x, int64_t rows, int64_t r, int w, vector *columns) {
@@ -53,21 +15,16 @@ INLINE void transpose(const float *x, int64_t rows, int64_t r, int w, vector *co
         for (int64_t u = 0; u < r; u++) ((float *)(columns + j / LANES * w + u))[j % LANES] = x[j * r + u];
 }
 
-// Some columns of some rows of M, and of G. A row of G that is not finite adds NaN to ``spoiled``.
+// Some columns of some rows of M, and of G.
 INLINE void multiply(int kind, int rows, int w, const float *g, float *x, int64_t m, int64_t count, float growth,
-                     float c[][MOST], const vector *right, const vector *basis, vector sums[][MOST], vector *spoiled) {
+                     float c[][FEW], const vector *right, const vector *basis, vector sums[][FEW], vector *spoiled) {
     for (int i = 0; i < rows; i++) {
         // Processors follow one tensor by themselves, but not several rows of two.
         __builtin_prefetch(x + (rows + i) * m, 1);
         if (kind == COMPENSATE) __builtin_prefetch(g + (rows + i) * m);
         vector y = kind == RECONSTRUCT ? (vector){0} : load(x + i * m, count);
         for (int u = 0; u < w && kind != PROJECT; u++) y += c[i][u] * right[u];
-        if (kind == COMPENSATE) {
-            const vector all = load(g + i * m, count);
-            const mask finite = ((mask)all & 0x7F800000) != 0x7F800000;
-            y = growth * y + (vector)((mask)all & finite);
-            spoiled[i] += all * 0.0f;
-        }
+        if (kind == COMPENSATE) y = compensated(y, load(g + i * m, count), growth, spoiled + i);
         if (kind != PROJECT) store(x + i * m, y, count);
         for (int v = 0; v < w && kind <= COMPENSATE; v++) sums[i][v] += y * basis[v];
     }
@@ -75,9 +32,9 @@ INLINE void multiply(int kind, int rows, int w, const float *g, float *x, int64_
 
 INLINE void multiply_rows(int kind, int rows, int w, const Stage *s, int64_t matrix, int64_t row, int64_t start,
                           int64_t width, const vector *right, const vector *basis) {
-    float c[ROWS][MOST] = {0}, *x = s->M[matrix] + row * s->m + start;
+    float c[ROWS][FEW] = {0}, *x = s->M[matrix] + row * s->m + start;
     const float *g = kind == COMPENSATE ? s->G[matrix] + row * s->m + start : NULL;
-    vector sums[ROWS][MOST] = {0}, spoiled[ROWS] = {0};
+    vector sums[ROWS][FEW] = {0}, spoiled[ROWS] = {0};
     for (int i = 0; i < rows; i++)
         for (int u = 0; u < s->k; u++) {
             const float own = s->left[(matrix * s->n + row + i) * s->k + u];
@@ -114,14 +71,14 @@ INLINE void rows_of_kind(int kind, const Stage *s, int64_t first, int64_t last) 
     const int64_t columns = s->k > s->r ? s->k : s->r;
     if (columns == 1) all_rows(kind, 1, 1, s, first, last);
     else if (columns <= 4) all_rows(kind, ROWS, 4, s, first, last);
-    else all_rows(kind, ROWS / 2, 8, s, first, last);
+    else all_rows(kind, ROWS / 2, FEW, s, first, last);
 }
 
 CLONES static void product(const Stage *s, int64_t first, int64_t last) {
     if (s->kind == COMPENSATE) rows_of_kind(COMPENSATE, s, first, last);
     else if (s->kind == RECONSTRUCT) rows_of_kind(RECONSTRUCT, s, first, last);
-    else if (s->kind == PROJECT) all_rows(PROJECT, ROWS / 2, 8, s, first, last);
-    else all_rows(SUBTRACT, ROWS / 2, 8, s, first, last);
+    else if (s->kind == PROJECT) all_rows(PROJECT, ROWS / 2, FEW, s, first, last);
+    else all_rows(SUBTRACT, ROWS / 2, FEW, s, first, last);
 }
 
 // Some columns of M, which are rows of Q.
@@ -134,7 +91,7 @@ INLINE void multiply_strip(int w, const Stage *s, int64_t matrix, int64_t start,
         memset(sums, 0, sizeof sums);
         for (int64_t row = top; row < end; row += ROWS) {
             // In the place of rows behind the last one: that row, times 0.
-            float c[ROWS][MOST] = {0};
+            float c[ROWS][FEW] = {0};
             const float *x[ROWS];
             for (int i = 0; i < ROWS; i++) {
                 const int64_t own = MINIMUM(row + i, end - 1);
@@ -165,18 +122,26 @@ CLONES static void backproject(const Stage *s, int64_t first, int64_t last) {
         const int64_t matrix = strip / strips, start = strip % strips * STRIP, width = MINIMUM(STRIP, s->m - start);
         if (s->r == 1) multiply_strip(1, s, matrix, start, width);
         else if (s->r <= 4) multiply_strip(4, s, matrix, start, width);
-        else if (s->r <= 8) multiply_strip(8, s, matrix, start, width);
-        else multiply_strip(16, s, matrix, start, width);
+        else multiply_strip(FEW, s, matrix, start, width);
     }
 }
 
-// With the instructions that all x86 processors have, torch's libraries are faster.
-#if CHOSEN_WHEN_LOADED || !defined(__x86_64__)
+// Columns of factors up to which this takes less time than torch's libraries.
+int32_t powersgd_most_columns(void) {
+#if CHOSEN_WHEN_LOADED
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 64 : 4;
+#elif defined(__x86_64__)
+    return 0;
+#else
+    return FEW;
+#endif
+}
+
 void powersgd_multiply(const Stage *s, int32_t threads) {
     const int64_t parts = s->count * s->n * s->m < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
     const int64_t all = s->count * (s->kind == BACKPROJECT ? (s->m + STRIP - 1) / STRIP : s->n);
+    void (*const few)(const Stage *, int64_t, int64_t) = s->kind == BACKPROJECT ? backproject : product;
 #pragma omp parallel for num_threads(parts) schedule(static)
     for (int64_t part = 0; part < parts; part++)
-        (s->kind == BACKPROJECT ? backproject : product)(s, all * part / parts, all * (part + 1) / parts);
+        (s->k > FEW || s->r > FEW ? powersgd_panels : few)(s, all * part / parts, all * (part + 1) / parts);
 }
-#endif

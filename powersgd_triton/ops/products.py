@@ -1,4 +1,4 @@
-"""Products of gradients and factors of few columns on the CPU in C, ``products.c``.
+"""Products of gradients and factors on the CPU in C, ``products.c`` and ``panels.c``.
 
 Each function does what the one in ``ops/reference.py`` does, with its arguments. Sums differ by rounding. What the
 library does not take is left to that function.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ from powersgd_triton.ops.reference import (
 
 PROJECT, COMPENSATE, SUBTRACT, RECONSTRUCT, BACKPROJECT = range(5)
 
-MOST_COLUMNS, MOST_TO_BACKPROJECT = 8, 16
-"""Columns of factors up to which the library takes less time than torch's."""
+FEW = 8
+"""Columns of a factor up to which ``products.c`` multiplies by it; ``panels.c`` does by those of more."""
 
 
 class _Stage(ctypes.Structure):
@@ -61,7 +60,7 @@ def compensate_backproject(
     if M is None:
         backproject(G, P, out=out)
     # A product by zeros says which rows of G are not finite.
-    elif _are_few(P) and _compensate(G, M, pending, out.new_zeros(*out.shape[:2], 1), growth, rows):
+    elif _way(P) > 0 and _compensate(G, M, pending, out.new_zeros(*out.shape[:2], 1), growth, rows):
         backproject(M, P, out=out)
         if not math.isfinite(rows.sum()):
             for g, Q in zip(G, out, strict=True):
@@ -97,7 +96,7 @@ def _compensate(
     """Do what ``compensate_project`` does. Return False, without a change, if the library does not take it."""
     if _are_plain(G):
         return _multiply(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
-    if not _takes(COMPENSATE, M, *(pending or ())[:2], Q, out):
+    if not _takes(M, *(pending or ())[:2], Q, out):
         return False
     for members, rows in blocks(M, torch.float32):
         block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
@@ -111,17 +110,26 @@ def _compensate(
 def _pending(M: Matrices | None, pending: Pending | None, basis: Tensor) -> Pending | None:
     """Return what is to be subtracted from M in the pass of the next product, and subtract what is not.
 
-    It is not if only one of the two has few columns. Where a product is computed then does not depend on the product
-    before it: a run that goes on from a saved error has the same bits.
+    It is not if other functions compute the two. Where a product is computed then does not depend on the product before
+    it: a run that goes on from a saved error has the same bits.
     """
-    if M is None or pending is None or _are_few(pending[0]) == _are_few(basis):
+    if M is None or pending is None or _way(pending[0]) == _way(basis):
         return pending
     subtract_product(M, *pending)
     return None
 
 
-def _are_few(factor: Tensor) -> bool:
-    return factor.shape[-1] <= MOST_COLUMNS
+def _way(factor: Tensor) -> int:
+    """Return who multiplies by a factor: FEW for ``products.c``, the most columns for ``panels.c``, 0 for torch."""
+    columns, most = factor.shape[-1], most_columns()
+    return 0 if columns > most else FEW if columns <= FEW else most
+
+
+@functools.cache
+def most_columns() -> int:
+    """Return the number of columns of factors up to which the library takes less time than torch's, 0 without it."""
+    function = getattr(library(), "powersgd_most_columns", None)
+    return 0 if function is None else function()
 
 
 def _multiply(
@@ -137,7 +145,7 @@ def _multiply(
     """Return False, without a change, if the library does not take M and factors. G must be plain."""
     left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
     factors = left, right, basis, out
-    if not _takes(kind, M, *(x for x in factors if x is not None)):
+    if not _takes(M, *(x for x in factors if x is not None)):
         return False
     G_places, M_places = None if G is None else _places(G), _places(M)
     n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
@@ -149,20 +157,15 @@ def _multiply(
         1.0 if growth is None else growth.item(),
         kind,
     )
-    _function()(ctypes.byref(stage), torch.get_num_threads())
+    host = library()
+    assert host is not None
+    host.powersgd_multiply(ctypes.byref(stage), torch.get_num_threads())
     return True
 
 
-@functools.cache
-def _function() -> Any:
-    return getattr(library(), "powersgd_multiply", None)
-
-
-def _takes(kind: int, M: Matrices, *factors: Tensor) -> bool:
+def _takes(M: Matrices, *factors: Tensor) -> bool:
     """Return whether the library takes matrices and factors."""
-    most = MOST_TO_BACKPROJECT if kind == BACKPROJECT else MOST_COLUMNS
-    few = all(x.shape[-1] <= most for x in factors)
-    return few and _function() is not None and all(map(_is_plain, factors)) and _are_plain(M)
+    return all(_way(x) > 0 and _is_plain(x) for x in factors) and _are_plain(M)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -43,7 +43,7 @@ def stages(r: int, G: Tensor, errors: Tensor, growth: float = 1.0) -> list[Tenso
     return [errors, P, Q, average]
 
 
-@pytest.mark.parametrize("r", [1, 4, 7])
+@pytest.mark.parametrize("r", [1, 4, 7, 16, 21])
 def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
     before, results = torch.get_num_threads(), []
     try:
@@ -57,7 +57,7 @@ def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
         assert all(map(torch.equal, results[0], result))
 
 
-@pytest.mark.parametrize("r", [1, 4, 7])
+@pytest.mark.parametrize("r", [1, 4, 7, 16, 21])
 def test_a_run_that_loads_errors_goes_on_with_the_same_bits(r: int):
     whole, parts = (new(COUNT, N, M) for _ in range(2))
     left, right, basis, G = new(COUNT, N, r), new(COUNT, M, r), new(COUNT, M, r) + 1, new(COUNT, N, M) + 1
@@ -95,7 +95,7 @@ def test_errors_follow_a_loss_scale():
     torch.testing.assert_close(found, expected - 3 * product, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("r", [4, 9])
+@pytest.mark.parametrize("r", [4, 9, 65])
 def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytest.MonkeyPatch):
     """It takes few columns in fp32. Gradients may have other dtypes, since the errors do not show which they had."""
     taken: list[bool] = []
@@ -107,7 +107,7 @@ def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytes
 
     monkeypatch.setattr(products, "_multiply", noted)
     monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 16)
-    few, fp32 = r <= products.MOST_COLUMNS, torch.float32
+    few, fp32 = r <= products.most_columns(), torch.float32
     cases: list[tuple[Any, torch.dtype, bool]] = [
         (new(COUNT, N, M), fp32, few),
         (list(new(COUNT, N, M)), fp32, few),

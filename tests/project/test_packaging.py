@@ -83,7 +83,7 @@ def test_distributions_hold_nothing_else(distributions: dict[str, Path], targets
         names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
-    } | {f"powersgd_triton/ops/{name}" for name in ("clones.h", "host.c", "products.c")}
+    } | {f"powersgd_triton/ops/{name}" for name in ("clones.h", "host.c", "panels.c", "products.c", "products.h")}
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
 
 
