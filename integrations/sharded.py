@@ -230,7 +230,7 @@ class ShardedHandle(Handle):
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard())
-        # A saved state may have tensors that other workers average here; see ``fsdp2.divided``.
+        # A saved state may have tensors that other workers average here; see ``fsdp2.DividedState``.
         known = self._engine.tensors()
         plan = {key: renamed(part, rename) for key, part in plan.items()}
         nearest = {
