@@ -1,4 +1,4 @@
-"""With whom local steps exchange: the same workers in each round, or those of a ``torchft.Manager``'s quorums."""
+"""Local steps whose workers are those of a ``torchft.Manager``'s quorums."""
 
 from __future__ import annotations
 
@@ -9,45 +9,18 @@ import torch
 
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.elastic.managed import Managed
-from powersgd_triton.integrations.local_steps.outer_state import OuterState, logger
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 
 
-class Peers:
-    """The same workers in each round.
-
-    Attributes:
-        stay: Whether these are the workers of the next exchange too, so that they can agree on something before it.
-    """
-
-    stay = True
-
-    def start(self, steps: int) -> int:
-        """Find the workers of an exchange. Return the number of steps so far."""
-        return steps
-
-    def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
-        """Begin an exchange. None if it cannot begin."""
-        return begin()
-
-    def advance(self, pending: PendingExchange, *, finish: bool) -> bool:
-        """Advance an exchange by one step, or to the end. Return whether it has ended. It ``counts`` if it applies."""
-        ended = pending.advance(finish=finish)
-        if ended and not pending.counts:
-            logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
-        return ended
-
-
 class Quorums(Managed):
-    """The workers of each new quorum. Methods that ``Managed`` does not have are those of ``Peers``.
+    """The workers of each new quorum, which the next exchange may not have.
 
     A worker that heals takes over θ, the outer optimizer and buffers of another one, beside the engine's state. A
     survivor keeps what it has changed and not sent, θ − its parameters. If the others have applied an exchange of which
     it does not know, it sends its changes again, and its error has lost what was sent of them. A worker that is new
     starts from θ.
     """
-
-    stay = False
 
     def __init__(self, manager: Any, engine: Engine, outer: OuterState) -> None:
         super().__init__(manager, engine)
@@ -56,18 +29,21 @@ class Quorums(Managed):
         self._steps = 0
 
     def start(self, steps: int) -> int:
+        """Find the workers of an exchange. Return the number of steps so far: a worker that heals has the others'."""
         self._steps = steps
         self._manager.start_quorum()
         self._ready = self.begin()
         return self._steps
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
+        """Begin an exchange. None if it cannot begin."""
         pending = self.guarded(begin) if self._ready else None
         if pending is None:
             self._manager.should_commit()
         return pending
 
     def advance(self, pending: PendingExchange, *, finish: bool) -> bool:
+        """Do the same as the method of ``pending``. The exchange ``counts`` if the manager commits it."""
         ended = True
         try:
             # A lost worker ends it too.

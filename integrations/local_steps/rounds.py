@@ -13,9 +13,9 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.local_tensors import kind
-from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
+from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors, logger
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.quorums import Peers, Quorums
+from powersgd_triton.integrations.local_steps.quorums import Quorums
 
 T = TypeVar("T")
 Every = int | Callable[[int], int]
@@ -27,7 +27,9 @@ def length(every: Every, steps: int) -> int:
 
 
 class Rounds:
-    """The steps of this worker, and its exchanges with the other ``workers``. Arguments are those of ``LocalSteps``.
+    """The steps of this worker, and its exchanges with others. Arguments are those of ``LocalSteps``.
+
+    Without ``quorums``, these are the same workers in each round, which can agree on something before an exchange.
 
     Attributes:
         every, steps, since: See ``LocalSteps``.
@@ -36,9 +38,9 @@ class Rounds:
     """
 
     def __init__(
-        self, engine: Engine, outer: OuterState, workers: Peers | Quorums, every: Every, delay: int, keep: float
+        self, engine: Engine, outer: OuterState, quorums: Quorums | None, every: Every, delay: int, keep: float
     ) -> None:
-        self._engine, self._outer, self._workers, self._every = engine, outer, workers, every
+        self._engine, self._outer, self._quorums, self._every = engine, outer, quorums, every
         self._delay, self.keep, self._undo = delay, keep, Undo(engine)
         self.resume(0, 0, self.length(0))
 
@@ -50,11 +52,9 @@ class Rounds:
         self.pending: PendingExchange | None = None
 
     def length(self, steps: int) -> int:
-        """Return the length of a round that begins after so many steps."""
         return length(self._every, steps)
 
     def step(self) -> None:
-        """See ``LocalSteps.step``."""
         self.steps += 1
         self.since += 1
         self.advance(finish=False)
@@ -62,12 +62,11 @@ class Rounds:
             self.exchange()
 
     def finish(self) -> None:
-        """See ``LocalSteps.finish``."""
         # What this exchange does not send is an error apart from the parameters.
         keep, self.keep = self.keep, 0.0
         try:
             self.advance(finish=True)
-            if self._workers.stay:
+            if self._quorums is None:
                 self.catch_up("finish")
             if self.since > 0 or keep:
                 self.exchange()
@@ -86,9 +85,11 @@ class Rounds:
             self.since, self.every = 0, every
             return pending
 
-        # A worker that heals goes on from the others' number of steps.
-        self.steps = self._workers.start(self.steps)
-        self.pending = self._workers.run(begin)
+        if self._quorums is None:
+            self.pending = begin()
+        else:
+            self.steps = self._quorums.start(self.steps)
+            self.pending = self._quorums.run(begin)
         self._tried = self.steps
         self.advance(finish=False)
 
@@ -98,7 +99,12 @@ class Rounds:
         if pending is None:
             return
         try:
-            ended = pending.counts or self._workers.advance(pending, finish=finish)
+            if self._quorums is not None and not pending.counts:
+                ended = self._quorums.advance(pending, finish=finish)
+            elif not pending.counts:
+                ended = pending.advance(finish=finish)
+                if ended and not pending.counts:
+                    logger.warning("another shard of the model was not exchanged; the next exchange sends its changes")
         finally:
             if ended and pending.counts:
                 self._use(pending)
@@ -122,7 +128,6 @@ class Rounds:
     # What workers agree on. All of it is collective ------------------------------------------------------------------
 
     def compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        """See ``together``."""
         return together(call, act, self._engine.communicator, self._outer.device)
 
     def most(self, number: int) -> int:

@@ -127,8 +127,14 @@ class BucketTable:
         counts: Sequence[int] | None = None,
         parts_of_larger: bool = False,
     ) -> None:
-        for matrix in matrices:
-            _check(matrix, parts_of_larger)
+        for x in matrices:
+            if not 1 <= x.r <= (x.r if parts_of_larger else min(x.n, x.m)):
+                raise ValueError(f"rank must be from 1 to min(n, m); got {x.r} for {x.n} × {x.m}")
+            if x.r > MAX_RANK:
+                raise ValueError(f"rank must be at most {MAX_RANK}; got {x.r}")
+            if x.m > MAX_COLUMNS or x.n >= 2**31:
+                limits = f"2³¹ − 1 rows and {MAX_COLUMNS} columns at most"
+                raise ValueError(f"a matrix may have {limits}; got {x.n} × {x.m}")
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.counts = [1] * len(matrices) if counts is None else counts
         firsts = itertools.accumulate(self.counts, initial=0)
@@ -294,14 +300,3 @@ def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, dev
     """Return a table on the host, from where it can be copied to the device without waiting."""
     host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
     return host if device.type == "cpu" else host.pin_memory()
-
-
-def _check(matrix: Matrix, parts_of_larger: bool) -> None:
-    if not 1 <= matrix.r <= (matrix.r if parts_of_larger else min(matrix.n, matrix.m)):
-        raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
-    if matrix.r > MAX_RANK:
-        raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")
-    if matrix.m > MAX_COLUMNS or matrix.n >= 2**31:
-        raise ValueError(
-            f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
-        )
