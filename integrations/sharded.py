@@ -63,7 +63,6 @@ class ShardedHandle(Handle):
         self._part_of = part_of
 
     def report(self) -> RankReport:
-        """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table."""
         found = super().report()
         # What a step has left of whole tensors waits for the step's end, which comes when the next one begins.
         return found if self.config.quantize is None else dataclasses.replace(found, error_bytes=2 * found.error_bytes)

@@ -133,8 +133,7 @@ class BucketTable:
             if x.r > MAX_RANK:
                 raise ValueError(f"rank must be at most {MAX_RANK}; got {x.r}")
             if x.m > MAX_COLUMNS or x.n >= 2**31:
-                limits = f"2³¹ − 1 rows and {MAX_COLUMNS} columns at most"
-                raise ValueError(f"a matrix may have {limits}; got {x.n} × {x.m}")
+                raise ValueError(f"a matrix has at most 2³¹ − 1 rows and {MAX_COLUMNS} columns; got {x.n} × {x.m}")
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.counts = [1] * len(matrices) if counts is None else counts
         firsts = itertools.accumulate(self.counts, initial=0)
@@ -148,7 +147,6 @@ class BucketTable:
         # Memory for distances. While a CUDA graph is captured, the host must not allocate any that is pinned.
         self._spares: list[Tensor] = []
         self._prepare_spares()
-
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
         widths, p_parts, self.p_parts_numel, sums_P = self._split(matrices, rows, width_block)
