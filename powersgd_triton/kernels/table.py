@@ -124,7 +124,7 @@ class BucketTable:
             if x.r > MAX_RANK:
                 raise ValueError(f"rank must be at most {MAX_RANK}; got {x.r}")
             if x.m > MAX_COLUMNS or x.n >= 2**31:
-                raise ValueError(f"a matrix has at most 2³¹ − 1 rows and {MAX_COLUMNS} columns; got {x.n} × {x.m}")
+                raise ValueError(f"a matrix may have up to 2³¹ − 1 rows and {MAX_COLUMNS} columns; got {x.n} × {x.m}")
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.counts = [1] * len(matrices) if counts is None else counts
         firsts = itertools.accumulate(self.counts, initial=0)
