@@ -88,15 +88,8 @@ class PowerSGD(Aggregator):
         self, params: Sequence[Tensor], config: Config | PowerSGDConfig, group: dist.ProcessGroup | None = None
     ) -> None:
         self.config = config
-        if isinstance(config, PowerSGDConfig) and config.quantize is None:
-            raise ValueError(
-                "the plain loop takes ranks from its own Config(rank=…), and PowerSGDConfig(quantize=…) for gradients; "
-                f"got a PowerSGDConfig with rank={config.rank}"
-            )
-        self._compressor = Compressor(
-            config
-            if isinstance(config, PowerSGDConfig)
-            else PowerSGDConfig(
+        if not isinstance(config, PowerSGDConfig):
+            config = PowerSGDConfig(
                 rank=config.rank,
                 min_compression_rate=config.min_compression_rate,
                 iterations=config.num_iters_per_step,
@@ -104,10 +97,14 @@ class PowerSGD(Aggregator):
                 algorithm="alternating",
                 # The gradients themselves keep the error, see ``leave_error``.
                 error_feedback=False,
-            ),
-            {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)},
-            group,
-        )
+            )
+        elif config.quantize is None:
+            raise ValueError(
+                "the plain loop takes ranks from its own Config(rank=…), and PowerSGDConfig(quantize=…) for gradients; "
+                f"got a PowerSGDConfig with rank={config.rank}"
+            )
+        shapes = {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)}
+        self._compressor = Compressor(config, shapes, group)
         self._dropped: Tensor | int = 0
 
     @property

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback
@@ -24,27 +23,19 @@ class Several(Handle, Generic[S]):
     """The compression of one model by several states, each with its own parameters and workers.
 
     Args:
-        config: Configuration of the compression. Those of the states may have shares of its budget.
         states: {label: state}. No parameter is in two of them. The workers of each state's communicator and of its
             ``others`` must be the same, so that all hear of an error.
     """
 
-    def __init__(self, config: PowerSGDConfig, states: Mapping[str, S]) -> None:
-        # There is no engine: every method that needs one forwards to the states.
-        self.states, self._config = dict(states), config
+    def __init__(self, states: Mapping[str, S]) -> None:
+        self.states = dict(states)
+        # What all workers do together, they do in the groups of the first state, which reach all.
+        self._engine = next(iter(self))._engine
         self.saved_with_model = all(state.saved_with_model for state in self)
         self.replaces_reduce_scatter = any(state.replaces_reduce_scatter for state in self)
 
     def __iter__(self) -> Iterator[S]:
         return iter(self.states.values())
-
-    @property
-    def _communicator(self) -> Communicator:
-        return next(iter(self))._communicator
-
-    @property
-    def config(self) -> PowerSGDConfig:
-        return self._config
 
     @property
     def iteration(self) -> int:

@@ -63,7 +63,6 @@ class ShardedHandle(Handle):
         self._part_of = part_of
 
     def report(self) -> RankReport:
-        """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table."""
         found = super().report()
         # What a step has left of whole tensors waits for the step's end, which comes when the next one begins.
         return found if self.config.quantize is None else dataclasses.replace(found, error_bytes=2 * found.error_bytes)
@@ -230,7 +229,7 @@ class ShardedHandle(Handle):
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard())
-        # A saved state may have tensors that other workers average here; see ``fsdp2.divided``.
+        # A saved state may have tensors that other workers average here; see ``fsdp2.DividedState``.
         known = self._engine.tensors()
         plan = {key: renamed(part, rename) for key, part in plan.items()}
         nearest = {

@@ -33,7 +33,6 @@ class ParameterNames:
         self._expected: Record = []
 
     def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
-        """Return the names of a bucket's parameters."""
         if any(parameter not in self.names for parameter in parameters):
             self._number(index, parameters)
         names = [self.names[parameter] for parameter in parameters]

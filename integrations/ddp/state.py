@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import powersgd_triton.integrations.ddp.arguments as arguments
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
@@ -17,15 +18,7 @@ from powersgd_triton.core.loading import load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
-from powersgd_triton.integrations.ddp.arguments import (
-    SIGNATURE,
-    check_group,
-    log,
-    of_torchs_hook,
-    parsed,
-    setting,
-    torchs_logger,
-)
+from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.layout.matrices import Size, sizes
@@ -62,18 +55,18 @@ class PowerSGDState(Handle):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    __signature__ = SIGNATURE
+    __signature__ = arguments.SIGNATURE
     _unused: UnusedParameters | None = None
 
-    matrix_approximation_rank = setting("matrix_approximation_rank")
-    start_powerSGD_iter = setting("start_powerSGD_iter")
-    min_compression_rate = setting("min_compression_rate")
-    use_error_feedback = setting("use_error_feedback")
-    warm_start = setting("warm_start")
-    orthogonalization_epsilon = setting("orthogonalization_epsilon")
-    batch_tensors_with_same_shape = setting("batch_tensors_with_same_shape")
+    matrix_approximation_rank = arguments.setting("matrix_approximation_rank")
+    start_powerSGD_iter = arguments.setting("start_powerSGD_iter")
+    min_compression_rate = arguments.setting("min_compression_rate")
+    use_error_feedback = arguments.setting("use_error_feedback")
+    warm_start = arguments.setting("warm_start")
+    orthogonalization_epsilon = arguments.setting("orthogonalization_epsilon")
+    batch_tensors_with_same_shape = arguments.setting("batch_tensors_with_same_shape")
 
-    error_dict = p_memory_dict = q_memory_dict = rng = property(of_torchs_hook)
+    error_dict = p_memory_dict = q_memory_dict = rng = property(arguments.of_torchs_hook)
 
     @overload
     def __init__(
@@ -90,8 +83,8 @@ class PowerSGDState(Handle):
     def __init__(self, process_group: dist.ProcessGroup | None, *hyperparameters: Any, **named: Any) -> None: ...
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        config, given = parsed(positional, keywords)
-        log(config, given)
+        config, given = arguments.parsed(positional, keywords)
+        arguments.log(config, given)
         self.compression_stats_logging_frequency = max(1, given["compression_stats_logging_frequency"])
         self.next_stats_report = 0
         # A compiled DDP model is one.
@@ -126,7 +119,7 @@ class PowerSGDState(Handle):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
-        check_group(group)
+        arguments.check_group(group)
         if group is not self.process_group:
             if self._communicator.node_group != self._automatic_nodes:
                 logger.warning("the groups given as node_group belong to another process group; sums take one level")

@@ -45,7 +45,7 @@ class MixtureState(Several[DeepSpeedState]):
         shared = [g for g in groups if g and dist.get_world_size(engine.expert_data_parallel_group[g]) > 1]
         self._dense = DeepSpeedState(config, engine, node_group)
         self._experts = {group: DeepSpeedState(config, engine, experts=group) for group in shared}
-        super().__init__(config, {DENSE: self._dense, **self._experts})
+        super().__init__({DENSE: self._dense, **self._experts})
         self.group = self._dense.group
         alone = [pair for group, pairs in groups.items() if group and group not in shared for pair in pairs]
         self.left_out = self._dense.left_out = tuple(name for name, _ in alone)
@@ -63,13 +63,11 @@ class MixtureState(Several[DeepSpeedState]):
             state.parameters = override
 
     def compressing(self) -> bool:
-        """See ``DeepSpeedState.compressing``."""
         # Each one notes the call.
         compressing = [state.compressing() for state in self]
         return all(compressing)
 
     def averages(self, group: Any) -> bool:
-        """See ``DeepSpeedState.averages``."""
         return any(state.averages(group) for state in self)
 
     def average(self, gradients: Gradients, parts: Parts = None, divisor: float | None = None) -> None:
@@ -86,7 +84,6 @@ class MixtureState(Several[DeepSpeedState]):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """See ``DeepSpeedState.step``."""
         with contextlib.ExitStack() as steps:
             for state in self:
                 steps.enter_context(state.step())

@@ -8,7 +8,6 @@ updates. DeepSpeed rounds them into the model's parameters v, which all workers 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Container, Iterator, Sequence
 from types import ModuleType
@@ -19,7 +18,7 @@ import torch
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Facts, fingerprint, together
+from powersgd_triton.comm.agreement import fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.engines import communicator_of, is_bf16_optimizer, masters_of, run_within
@@ -133,8 +132,8 @@ class ParameterOverride:
         if self._config.check_every and self._steps % self._config.check_every == 0:
             # What changes v besides the optimizer may differ on each worker.
             for index, group in enumerate(groups):
-                print_of = {f"parameters of group {index}": int(fingerprint(group.rows))}
-                together("a check", functools.partial(_facts, print_of), group.communicator, group.own.device)
+                facts = {f"parameters of group {index}": int(fingerprint(group.rows))}
+                together("a check", lambda: (None, {}, facts), group.communicator, group.own.device)  # noqa: B023
 
     def _groups(self) -> list[Group]:
         """Return the optimizer's parameter groups. Not kept, since DeepSpeed may offload and reload their tensors."""
@@ -186,10 +185,6 @@ def why_not_differences(engine: Any) -> str | None:
             "way. DeepSpeed's own all-gather makes them equal again, differences do not: leave the key out"
         )
     return None
-
-
-def _facts(replicated: Facts) -> tuple[None, Facts, Facts]:
-    return None, {}, replicated
 
 
 def _gathering_module(optimizer: Any) -> ModuleType | None:

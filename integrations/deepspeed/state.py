@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import powersgd_triton.integrations.deepspeed.engines as engines
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
@@ -23,15 +24,7 @@ from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import LoadReport, plain, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.deepspeed.engines import (
-    Traffic,
-    averaging_group,
-    checkpoint_folder,
-    communicator_of,
-    experts_group,
-    is_bf16_optimizer,
-    whole_shape,
-)
+from powersgd_triton.integrations.deepspeed.engines import Traffic
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
 from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -64,18 +57,18 @@ class DeepSpeedState(Handle):
     saved_with_model = True
 
     def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None, experts: str = "") -> None:
-        self.group = engine.expert_data_parallel_group[experts] if experts else averaging_group(engine)
+        self.group = engine.expert_data_parallel_group[experts] if experts else engines.averaging_group(engine)
         self._framework, self._experts = engine, experts
-        own = {name: p for name, p in engine.module.named_parameters() if experts_group(p) == experts}
+        own = {name: p for name, p in engine.module.named_parameters() if engines.experts_group(p) == experts}
         self.names = {id(parameter): plain_name(name) for name, parameter in own.items()}
         sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
         # Only dense gradients. DeepSpeed averages sparse gradients itself.
         self.shapes = {
-            self.names[id(parameter)]: whole_shape(parameter)
+            self.names[id(parameter)]: engines.whole_shape(parameter)
             for parameter in own.values()
-            if parameter.requires_grad and 0 not in whole_shape(parameter) and id(parameter) not in sparse
+            if parameter.requires_grad and 0 not in engines.whole_shape(parameter) and id(parameter) not in sparse
         }
-        communicator = communicator_of(engine, self.group, node_group)
+        communicator = engines.communicator_of(engine, self.group, node_group)
         super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.
@@ -95,14 +88,14 @@ class DeepSpeedState(Handle):
         """Sum contiguous gradients over the workers and divide by ``divisor``. None averages."""
         if not gradients:
             return
-        unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self.names]
+        unknown = [engines.whole_shape(parameter) for parameter in gradients if id(parameter) not in self.names]
         if unknown:
             raise RuntimeError(
                 f"DeepSpeed reduces the gradient of a parameter of shape {unknown[0]} that the module did not have "
                 "when powersgd was enabled; change the model before deepspeed.initialize"
             )
         names = {parameter: self.names[id(parameter)] for parameter in gradients}
-        shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+        shapes = {name: engines.whole_shape(parameter) for parameter, name in names.items()}
         views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
         ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
@@ -137,7 +130,7 @@ class DeepSpeedState(Handle):
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
         engine, optimizer, layout = self._framework, self._framework.optimizer, self._layout()
-        stage, bf16_optimizer = int(engine.zero_optimization_stage()), is_bf16_optimizer(optimizer)
+        stage, bf16_optimizer = int(engine.zero_optimization_stage()), engines.is_bf16_optimizer(optimizer)
         micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
         sender = optimizer if stage else engine
         dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
@@ -152,7 +145,7 @@ class DeepSpeedState(Handle):
         parameters = 0
         if stage == 3:
             # Frozen parameters too, in each forward and backward pass.
-            every = sum(math.prod(whole_shape(p)) * p.element_size() for p in own)
+            every = sum(math.prod(engines.whole_shape(p)) * p.element_size() for p in own)
             parameters = 2 * engine.gradient_accumulation_steps() * every
         elif stage or bf16_optimizer:
             parameters = sum(p.nbytes for p in own if p.requires_grad)
@@ -197,7 +190,7 @@ class DeepSpeedState(Handle):
     def saved_in(self, folder: Path) -> Path:
         """Return the folder of the state: this one, or the one of the checkpoint that DeepSpeed would load from it."""
         own = (folder / self._file()).exists()
-        return folder if own else checkpoint_folder(self._framework, folder) or folder
+        return folder if own else engines.checkpoint_folder(self._framework, folder) or folder
 
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.

@@ -1,22 +1,26 @@
-"""FSDP2: the function that users call."""
+"""FSDP2: the function that users call, and one state for parameters that different workers average."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.config import PowerSGDConfig, logger
-from powersgd_triton.core.saved_state import listing
+from powersgd_triton.core.saved_state import LoadReport, listing
+from powersgd_triton.handle import Folder
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.fsdp2.divided import DividedState
 from powersgd_triton.integrations.fsdp2.divisions import divide
-from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState
+from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, refuse_unequal
 from powersgd_triton.integrations.fsdp2.units import check, local_tensors
-from powersgd_triton.integrations.saved_shards import no_error
-from powersgd_triton.integrations.several import check_shared
+from powersgd_triton.integrations.saved_shards import join, no_error
+from powersgd_triton.integrations.several import Several, check_shared, merged_loads
+from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.planning.tuning import refuse_auto
 
 
@@ -90,4 +94,41 @@ def apply_powersgd(
     first = next(iter(states.values()))
     if first.left_out:
         logger.info("PowerSGD leaves to FSDP what no other replica or shard has: %s", listing(first.left_out))
-    return first if len(states) == 1 else DividedState(config, states)
+    return first if len(states) == 1 else DividedState(states)
+
+
+class DividedState(Several[ShardedHandle], ShardedHandle):
+    """The compression of a model by several states. It saves them as one, which loads on any mesh.
+
+    Each parameter is in the state of those workers that average it, which are others on another mesh.
+    """
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of all replicas. Collective. See ``HybridShardState.check_replicas``."""
+        # All of them before an error, which only the workers of some shards may raise.
+        refuse_unequal([n for state in self if isinstance(state, HybridShardState) for n in state.unequal()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return join([state.state_dict() for state in self])
+
+    def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
+        # What one part refuses, no other loads.
+        loading = [state._loading(state_dict, **options) for state in self]
+        return lambda: merged_loads(go_on() for go_on in loading)
+
+    def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
+        view = super().renamed(names)
+        assert isinstance(view, DividedState)
+        view.states = {
+            label: state.renamed({old: new for old, new in names.items() if new in state._matrices()})
+            for label, state in self.states.items()
+        }
+        return view
+
+    def _matrices(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for state in self for name, shape in state._matrices().items()}
+
+    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
+        for state in self:
+            state._engine.finish()
+        super()._begin_without(folder, missing_ok)

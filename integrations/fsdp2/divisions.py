@@ -31,7 +31,6 @@ class Division:
 
     @property
     def names(self) -> list[str]:
-        """The names of its parameters."""
         return [name for unit in self.units for name in unit.named_parameters]
 
     @property
@@ -48,7 +47,6 @@ class Division:
 
     @functools.cached_property
     def communicator(self) -> Communicator:
-        """The collectives of these workers."""
         return Communicator(self.group, self.others)
 
 

@@ -173,7 +173,6 @@ class FullShardState(WholeHandle):
         self._units = units
 
     def _take_over(self) -> None:
-        """Make FSDP call this state. Collective."""
         self.use_own_group()
         for unit in self._units:
             # FSDP has nothing to reduce-scatter on one worker.

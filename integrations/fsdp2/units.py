@@ -146,15 +146,6 @@ class Unit:
         ]
 
 
-def _parameter_groups(module: nn.Module) -> list[Any]:
-    if not isinstance(module, FSDPModule):
-        return []
-    state: Any = module._get_fsdp_state()
-    # Older versions of torch have one.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
-
-
 def ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
     """Return the workers of a group."""
     return frozenset(dist.get_process_group_ranks(group))
@@ -166,7 +157,12 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: dict[int, Unit] = {}
     for path, module in model.named_modules():
-        groups = _parameter_groups(module)
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        # Older versions of torch have one.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        groups = [group for group in groups if group is not None]
         where = f"module {path!r}" if path else "the root module"
         for number, group in enumerate(groups, start=1):
             place = where if len(groups) == 1 else f"{where} (parameter group {number})"

@@ -170,7 +170,6 @@ class OuterState:
     @contextlib.contextmanager
     @torch.no_grad()
     def holding_theta(self) -> Iterator[None]:
-        """See ``LocalSteps.shared_parameters``."""
         own, starts = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
         self.write(self.theta())
         try:

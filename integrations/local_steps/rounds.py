@@ -1,4 +1,4 @@
-"""Rounds of local steps: how long they are, and the exchange that ends each of them."""
+"""Rounds of local steps: how long they are, and with whom the exchange that ends each of them averages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from powersgd_triton.config import whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
 from powersgd_triton.core.undo import Undo
+from powersgd_triton.elastic.managed import Managed
 from powersgd_triton.integrations.local_steps.local_tensors import kind
-from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
+from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors, logger
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.quorums import Peers, Quorums
 
 T = TypeVar("T")
 Every = int | Callable[[int], int]
@@ -27,7 +27,9 @@ def length(every: Every, steps: int) -> int:
 
 
 class Rounds:
-    """The steps of this worker, and its exchanges with the other ``workers``. Arguments are those of ``LocalSteps``.
+    """The steps of this worker, and its exchanges with others. Arguments are those of ``LocalSteps``.
+
+    Without ``quorums``, these are the same workers in each round, which can agree on something before an exchange.
 
     Attributes:
         every, steps, since: See ``LocalSteps``.
@@ -36,9 +38,9 @@ class Rounds:
     """
 
     def __init__(
-        self, engine: Engine, outer: OuterState, workers: Peers | Quorums, every: Every, delay: int, keep: float
+        self, engine: Engine, outer: OuterState, quorums: Quorums | None, every: Every, delay: int, keep: float
     ) -> None:
-        self._engine, self._outer, self._workers, self._every = engine, outer, workers, every
+        self._engine, self._outer, self._quorums, self._every = engine, outer, quorums, every
         self._delay, self.keep, self._undo = delay, keep, Undo(engine)
         self.resume(0, 0, self.length(0))
 
@@ -50,11 +52,9 @@ class Rounds:
         self.pending: PendingExchange | None = None
 
     def length(self, steps: int) -> int:
-        """Return the length of a round that begins after so many steps."""
         return length(self._every, steps)
 
     def step(self) -> None:
-        """See ``LocalSteps.step``."""
         self.steps += 1
         self.since += 1
         self.advance(finish=False)
@@ -62,12 +62,11 @@ class Rounds:
             self.exchange()
 
     def finish(self) -> None:
-        """See ``LocalSteps.finish``."""
         # What this exchange does not send is an error apart from the parameters.
         keep, self.keep = self.keep, 0.0
         try:
             self.advance(finish=True)
-            if self._workers.stay:
+            if self._quorums is None:
                 self.catch_up("finish")
             if self.since > 0 or keep:
                 self.exchange()
@@ -86,9 +85,11 @@ class Rounds:
             self.since, self.every = 0, every
             return pending
 
-        # A worker that heals goes on from the others' number of steps.
-        self.steps = self._workers.start(self.steps)
-        self.pending = self._workers.run(begin)
+        if self._quorums is None:
+            self.pending = begin()
+        else:
+            self.steps = self._quorums.start(self.steps)
+            self.pending = self._quorums.run(begin)
         self._tried = self.steps
         self.advance(finish=False)
 
@@ -98,7 +99,12 @@ class Rounds:
         if pending is None:
             return
         try:
-            ended = pending.counts or self._workers.advance(pending, finish=finish)
+            if self._quorums is not None and not pending.counts:
+                ended = self._quorums.advance(pending, finish=finish)
+            elif not pending.counts:
+                ended = pending.advance(finish=finish)
+                if ended and not pending.counts:
+                    logger.warning("another shard of the model was not exchanged; the next exchange sends its changes")
         finally:
             if ended and pending.counts:
                 self._use(pending)
@@ -122,7 +128,6 @@ class Rounds:
     # What workers agree on. All of it is collective ------------------------------------------------------------------
 
     def compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        """See ``together``."""
         return together(call, act, self._engine.communicator, self._outer.device)
 
     def most(self, number: int) -> int:
@@ -155,3 +160,78 @@ class Rounds:
         new, every = self.compare(call, prepare)
         self._outer.take_in(new)
         return int(every)
+
+
+class Quorums(Managed):
+    """The workers of each new quorum, which the next exchange may not have.
+
+    A worker that heals takes over θ, the outer optimizer and buffers of another one, beside the engine's state. A
+    survivor keeps what it has changed and not sent, θ − its parameters. If the others have applied an exchange of which
+    it does not know, it sends its changes again, and its error has lost what was sent of them. A worker that is new
+    starts from θ.
+    """
+
+    def __init__(self, manager: Any, engine: Engine, outer: OuterState) -> None:
+        super().__init__(manager, engine)
+        self._outer = outer
+        # Number of steps so far, as of the last exchange that was tried.
+        self._steps = 0
+
+    def start(self, steps: int) -> int:
+        """Find the workers of an exchange. Return the number of steps so far: a worker that heals has the others'."""
+        self._steps = steps
+        self._manager.start_quorum()
+        self._ready = self.begin()
+        return self._steps
+
+    def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
+        """Begin an exchange. None if it cannot begin."""
+        pending = self.guarded(begin) if self._ready else None
+        if pending is None:
+            self._manager.should_commit()
+        return pending
+
+    def advance(self, pending: PendingExchange, *, finish: bool) -> bool:
+        """Do the same as the method of ``pending``. The exchange ``counts`` if the manager commits it."""
+        ended = True
+        try:
+            # A lost worker ends it too.
+            ended = self.guarded(lambda: pending.advance(finish=finish)) is not False
+        finally:
+            if ended and not self._manager.should_commit():
+                self._repeat(pending)
+        return ended
+
+    def _repeat(self, pending: PendingExchange) -> None:
+        """Let the next exchange send all of one that is not applied."""
+        if pending.counts:
+            pending.take_back()
+        own = {s.name for bucket in self.sent.products for s in bucket.layout.compressed}
+        own |= {s.name for layout in self.sent.left for s in layout.segments}
+        gradients, _ = self._outer.pseudo_gradients(pending.finite, pending.begun)
+        self.sent.exact = {name: sent for name, sent in gradients.items() if name not in own}
+        pending.counts = False
+
+    def save(self) -> dict[str, Any]:
+        outer = self._outer
+        buffers = {name: buffer.clone() for name, buffer in outer.local.buffers()}
+        theta = {name: tensor.clone() for name, tensor in outer.theta().items()}
+        own = {"shared": theta, "buffers": buffers, "outer": outer.optimizer.state_dict(), "steps": self._steps}
+        return {**super().save(), **own}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        outer, fresh = self._outer, self._quorum is None
+        super().load(state)
+        changes, _ = outer.pseudo_gradients()
+        values = {}
+        for name, theta in outer.theta().items():
+            theta.copy_(state["shared"][name])
+            values[name] = (
+                theta if fresh else theta - outer.local.without_padding(changes[name], theta).to(theta.device)
+            )
+        outer.write(values)
+        for name, buffer in outer.local.buffers() if fresh else ():
+            buffer.copy_(state["buffers"][name])
+        outer.optimizer.load_state_dict(state["outer"])
+        self._steps = state["steps"]

@@ -24,8 +24,7 @@ from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors
-from powersgd_triton.integrations.local_steps.quorums import Peers, Quorums
-from powersgd_triton.integrations.local_steps.rounds import Rounds, length
+from powersgd_triton.integrations.local_steps.rounds import Quorums, Rounds, length
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -124,8 +123,7 @@ class LocalSteps(Handle):
         self._outer.begin_equal()
         if manager is not None:
             self._managed = Quorums(manager, self._engine, self._outer)
-        workers = Peers() if manager is None else self._managed
-        self._rounds = Rounds(self._engine, self._outer, workers, every, delay, keep or 0.0)
+        self._rounds = Rounds(self._engine, self._outer, self._managed, every, delay, keep or 0.0)
         if manager is not None:
             with torch.no_grad():
                 self._rounds.exchange()

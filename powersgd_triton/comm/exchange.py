@@ -112,9 +112,8 @@ def exchange_parts(
 ) -> Collectives:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
 
-    Both of two workers receive both messages and add them in the same order, so nothing is rounded a second time. With
-    more, a part's owner sums it in the message's dtype and rounds the sum. (What an all-reduce in 16 bits loses in its
-    partial sums would be in no worker's error.)
+    Module ``ops.wire`` describes it. (What an all-reduce in 16 bits loses in its partial sums would be in no worker's
+    error.)
     """
     owners, size, workers = len(wire.plan.chunks), wire.plan.size, communicator.world_size
     sent = torch.empty(owners, size, dtype=torch.uint8, device=content.device)

@@ -64,7 +64,8 @@ class Engine:
         self.residuals = Residuals(self.plan)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
         self._capture = Capture(self.residuals, self.step)
-        self.listeners, self.begun = list[Listener](), list[Layout]()
+        self.listeners: list[Listener] = []
+        self.begun: list[Layout] = []
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
 
     @property
@@ -79,7 +80,6 @@ class Engine:
 
     @property
     def communicator(self) -> Communicator:
-        """Collectives of the workers that average with each other."""
         return self.buckets.communicator
 
     @property

@@ -213,7 +213,6 @@ class _MeasuredStep:
 
     @property
     def ready(self) -> bool:
-        """Whether everything has arrived."""
         copies = [copy for _, copy in self._squares] + ([] if self._applied is None else [self._applied])
         reached = all(isinstance(stamp, float) or stamp.query() for _, stamp in self._marks)
         return reached and all(copy.ready for copy in copies)

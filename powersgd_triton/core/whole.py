@@ -36,7 +36,6 @@ class WholeErrors:
         self.forget()
 
     def forget(self) -> None:
-        """Set all errors to zero."""
         self.left: dict[Layout, Tensor] = {}
         self.verdict: Tensor | None = None
         # Errors of tensors that are sent whole, flat, by their bucket's layout.
@@ -54,7 +53,6 @@ class WholeErrors:
         return bool(self._remaining)
 
     def has_errors(self) -> bool:
-        """Return whether any errors are left."""
         return bool(self._flat or self._unsent())
 
     def hold(self, errors: Parts) -> None:

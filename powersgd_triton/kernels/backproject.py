@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.compensate_project import (
     Pending,
     add_gradient,
@@ -19,16 +20,6 @@ from powersgd_triton.kernels.compensate_project import (
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_Q,
-    pointer_to,
-    rows_are_aligned,
-    tensor_address,
-    tile_of,
-)
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth", "first_panel", "panels"])
@@ -40,25 +31,25 @@ def _backproject_kernel(
 ):  # fmt: skip
     """Parts of Q [m, r], and M [n, m] in place. Grid: for each column tile, ``panels`` of C columns of the basis."""
     # Programs of the same tile of M run at the same time, so that they read it from memory once.
-    matrix, col, start, end, split = tile_of(tiles, tl.program_id(0) // panels, BLOCK_COLS, 1)
-    _, m, r = matrix_sizes(records, matrix)
+    matrix, col, start, end, split = tables.tile_of(tiles, tl.program_id(0) // panels, BLOCK_COLS, 1)
+    _, m, r = tables.matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
-    P_at, Q_at = factor_offsets(records, matrix)
-    G = tensor_address(G_base, G_at, matrix)
-    M = tensor_address(M_base, M_at, matrix)
+    P_at, Q_at = tables.factor_offsets(records, matrix)
+    G = tables.tensor_address(G_base, G_at, matrix)
+    M = tables.tensor_address(M_base, M_at, matrix)
     P_prev += P_at
     basis += P_at + panel
     Q_prev += Q_at + tl.cast(col, tl.int64) * r
-    parts += part_of_Q(records, matrix, split, col, r) + panel
+    parts += tables.part_of_Q(records, matrix, split, col, r) + panel
     pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
-    if rows_are_aligned(G | M, m, VEC):
+    if tables.rows_are_aligned(G | M, m, VEC):
         _walk_down_rows(
-            G, M, P_prev, Q_prev, pending, scale, basis, parts, known_multiple(m, VEC), r, panel, col, start, end,
-            G_TYPE, M_TYPE, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+            G, M, P_prev, Q_prev, pending, scale, basis, parts, tables.known_multiple(m, VEC), r, panel, col, start,
+            end, G_TYPE, M_TYPE, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
         )  # fmt: skip
     else:
         _walk_down_rows(
@@ -74,8 +65,8 @@ def _walk_down_rows(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The kernel's work, where all rows of the matrices at addresses G and M start at multiples of VEC elements."""
-    G = pointer_to(G, G_TYPE, VEC) + col
-    M = pointer_to(M, M_TYPE, VEC) + col
+    G = tables.pointer_to(G, G_TYPE, VEC) + col
+    M = tables.pointer_to(M, M_TYPE, VEC) + col
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)

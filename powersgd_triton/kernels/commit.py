@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import pointer_to, rollback_block, tensor_address
 from powersgd_triton.layout.constants import HEADROOM
 
 
@@ -34,9 +34,9 @@ def _commit_kernel(
             tl.store(basis + at, tl.load(following + at, ok, 0.0), ok)
     elif FEEDBACK and not good:
         # After a finite step these programs have nothing to do; the host cannot know, so they are launched anyway.
-        matrix, first, end = rollback_block(blocks, program - factor_programs)
-        G = pointer_to(tensor_address(G_base, G_at, matrix), G_TYPE, 1)
-        M = pointer_to(tensor_address(M_base, M_at, matrix), M_TYPE, 1)
+        matrix, first, end = tables.rollback_block(blocks, program - factor_programs)
+        G = tables.pointer_to(tables.tensor_address(G_base, G_at, matrix), G_TYPE, 1)
+        M = tables.pointer_to(tables.tensor_address(M_base, M_at, matrix), M_TYPE, 1)
         for start in range(first, end, BLOCK):
             ok = start + i < end
             gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)

@@ -14,20 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_P,
-    pointer_to,
-    rows_are_aligned,
-    tensor_address,
-    tile_of,
-)
 
 Pending = tuple[Tensor, Tensor, Tensor]
 """A product P Qᵀ still to be subtracted from M: P and Q of all matrices, fp32, flat, and a scalar, 0 if it is not."""
@@ -78,25 +69,25 @@ def _compensate_project_kernel(
 ):  # fmt: skip
     """Parts of P [n, r], and M [n, m] in place. Grid: for each row tile, ``panels`` of C columns of the basis."""
     # Programs of the same tile of M run at the same time, so that they read it from memory once.
-    matrix, row, start, end, split = tile_of(tiles, tl.program_id(0) // panels, 1, BLOCK_COLS)
-    n, m, r = matrix_sizes(records, matrix)
+    matrix, row, start, end, split = tables.tile_of(tiles, tl.program_id(0) // panels, 1, BLOCK_COLS)
+    n, m, r = tables.matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
     first = row.to(tl.int64)
-    P_at, Q_at = factor_offsets(records, matrix)
-    G = tensor_address(G_base, G_at, matrix)
-    M = tensor_address(M_base, M_at, matrix)
+    P_at, Q_at = tables.factor_offsets(records, matrix)
+    G = tables.tensor_address(G_base, G_at, matrix)
+    M = tables.tensor_address(M_base, M_at, matrix)
     P_hat += P_at + first * r
     Q += Q_at
     basis += Q_at
-    parts += part_of_P(records, matrix, split, first, r)
+    parts += tables.part_of_P(records, matrix, split, first, r)
     pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
-    if rows_are_aligned(G | M, m, VEC):
+    if tables.rows_are_aligned(G | M, m, VEC):
         _walk_along_columns(
-            G, M, P_hat, Q, pending, scale, basis, parts, n, known_multiple(m, VEC), r, panel, row, start, end,
+            G, M, P_hat, Q, pending, scale, basis, parts, n, tables.known_multiple(m, VEC), r, panel, row, start, end,
             G_TYPE, M_TYPE, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
         )  # fmt: skip
     else:
@@ -114,8 +105,8 @@ def _walk_along_columns(
 ):  # fmt: skip
     """The kernel's work, where all rows of the matrices at addresses G and M start at multiples of VEC elements."""
     first = row.to(tl.int64)
-    G = pointer_to(G, G_TYPE, VEC) + first * m
-    M = pointer_to(M, M_TYPE, VEC) + first * m
+    G = tables.pointer_to(G, G_TYPE, VEC) + first * m
+    M = tables.pointer_to(M, M_TYPE, VEC) + first * m
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)

@@ -6,19 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.factorize import arrives_last
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
-from powersgd_triton.kernels.table_device import (
-    PROGRESS,
-    PROGRESS_ARRIVED,
-    chunks_of,
-    factor_chunk,
-    key_of,
-    matrix_sizes,
-)
 from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 
 BLOCK = 8192
@@ -33,9 +26,9 @@ def _explore_kernel(
     C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See ``explore_reference``. Grid: chunks of the bases. Most programs find that it is not their matrix's turn."""
-    matrix, start, end, r, offset = factor_chunk(factors, chunks, tl.program_id(0))
-    n, m, _ = matrix_sizes(records, matrix)
-    key = key_of(factors, matrix)
+    matrix, start, end, r, offset = tables.factor_chunk(factors, chunks, tl.program_id(0))
+    n, m, _ = tables.matrix_sizes(records, matrix)
+    key = tables.key_of(factors, matrix)
     step = tl.load(number)
     if ((key.to(tl.int64) + step) % every != 0) | (r >= tl.minimum(n, m)) | (tl.load(finite) <= 0):
         return
@@ -55,8 +48,8 @@ def _explore_kernel(
     part = parts + tl.program_id(0) * (C + 1)
     tl.store(part + ranks, inside)
     tl.store(part + C, tl.sum(size, axis=0))
-    first_chunk, count = chunks_of(factors, matrix)
-    if not arrives_last(progress + matrix * PROGRESS + PROGRESS_ARRIVED, count):
+    first_chunk, count = tables.chunks_of(factors, matrix)
+    if not arrives_last(progress + matrix * tables.PROGRESS + tables.PROGRESS_ARRIVED, count):
         return
     inside = tl.zeros([C], tl.float32)
     whole = 0.0

@@ -6,22 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factorize, sum_of_parts
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import WINDOW, in_window, random_values, stream_of, window_of
 from powersgd_triton.kernels.table import FactorTable
-from powersgd_triton.kernels.table_device import (
-    PROGRESS,
-    PROGRESS_ARRIVED,
-    PROGRESS_FINISHED,
-    PROGRESS_PASSES,
-    PROGRESS_ZEROED,
-    chunks_of,
-    factor_chunk,
-    key_of,
-    rows_of,
-)
 from powersgd_triton.layout.constants import DEAD_COLUMN
 
 PASSES = tl.constexpr(4)
@@ -64,8 +54,8 @@ def panel_of_rows(
         # Nearly always 0: random values are computed only where they are needed.
         if (tl.sum(dead.to(tl.int32), axis=0) > 0) & (done + 1 < PASSES):
             # The step's number is read here, since a launch that is replayed has the same arguments.
-            stream = stream_of((key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
-            some = (done == 0) | in_window(rows, rows_of(records, matrix), stream)
+            stream = stream_of((tables.key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
+            some = (done == 0) | in_window(rows, tables.rows_of(records, matrix), stream)
             direction = tl.where(some[:, None], random_values(within, stream), 0.0)
             value = tl.where(dead[None, :] & ok, direction.to(tl.float64), value)
     return value, within, ok
@@ -103,12 +93,12 @@ def _inner_products_kernel(
     """
     chunk = tl.program_id(0)
     left = tl.program_id(1)
-    matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
-    state = progress + matrix * PROGRESS
+    matrix, start, end, r, offset = tables.factor_chunk(records, chunks, chunk)
+    state = progress + matrix * tables.PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
     if panel * C >= r:
         return
-    if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
+    if attempt > 0 and tl.load(state + tables.PROGRESS_FINISHED) > 0:
         return
     transforms, _, products = squares_of(squares, matrix, panels, C)
     total = inner_products(
@@ -122,8 +112,8 @@ def _inner_products_kernel(
     ok = (ranks < height)[:, None] & (ranks < width)[None, :]
     place = (left * chunks_number + chunk).to(tl.int64) * C * C
     tl.store(parts + place + at, total, ok)
-    first, count = chunks_of(records, matrix)
-    if arrives_last(state + PROGRESS_ARRIVED + left, count):
+    first, count = tables.chunks_of(records, matrix)
+    if arrives_last(state + tables.PROGRESS_ARRIVED + left, count):
         place = (left * chunks_number + first).to(tl.int64) * C * C
         tl.store(products + left * C * C + at, sum_of_parts(parts + place, count, height, width, C), ok)
 
@@ -142,13 +132,13 @@ def _gram_kernel(
     PROJECT is for panels after the first: Y = A_c − Σ_d X_d (X_dᵀ A_c) over the finished panels of X, and X_c = Y.
     """
     chunk = tl.program_id(0)
-    matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
-    state = progress + matrix * PROGRESS
+    matrix, start, end, r, offset = tables.factor_chunk(records, chunks, chunk)
+    state = progress + matrix * tables.PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
     width = tl.minimum(r - panel * C, C)
     if width <= 0:
         return
-    if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
+    if attempt > 0 and tl.load(state + tables.PROGRESS_FINISHED) > 0:
         return
     transforms, norms, products = squares_of(squares, matrix, panels, C)
     ranks = tl.arange(0, C)
@@ -197,8 +187,8 @@ def _gram_kernel(
         last = alone
         if not alone:
             tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, (ranks < width)[:, None] & (ranks < width)[None, :])
-            first, count = chunks_of(records, matrix)
-            last = arrives_last(state + PROGRESS_ARRIVED, count)
+            first, count = tables.chunks_of(records, matrix)
+            last = arrives_last(state + tables.PROGRESS_ARRIVED, count)
             if last:
                 gram = sum_of_parts(parts + first * C * C, count, width, width, C)
         working = False
@@ -225,23 +215,23 @@ def _gram_kernel(
                 gram, before, exact, threshold, final, width, transforms + passes * C * C, norms, C
             )
             if final:
-                tl.atomic_add(state + PROGRESS_ZEROED, dead, sem="relaxed")
+                tl.atomic_add(state + tables.PROGRESS_ZEROED, dead, sem="relaxed")
             unfinished = dead + inexact
             # Further panels are projected against this one, which enlarges its error where little is left of them.
             enough = (unfinished == 0) & ((passes > 0) | ((panel + 1) * C >= r))
-            tl.store(state + PROGRESS_PASSES, passes + 1)
-            tl.store(state + PROGRESS_FINISHED, enough.to(tl.int32))
+            tl.store(state + tables.PROGRESS_PASSES, passes + 1)
+            tl.store(state + tables.PROGRESS_FINISHED, enough.to(tl.int32))
             # The second pass has a launch of its own.
             working = (unfinished > 0) & (attempt > 0) & (passes + 1 < PASSES)
             alone = working
-            n = rows_of(records, matrix)
+            n = tables.rows_of(records, matrix)
             # (A product keeps the type that these values have in the loop.)
             start, end = start * 0, n
             if not PROJECT:
                 renewed = inexact == 0
                 if renewed:
                     # Only the columns that died are new, and their directions have few rows.
-                    stream = stream_of((key_of(records, matrix) + passes).to(tl.uint32), tl.load(number))
+                    stream = stream_of((tables.key_of(records, matrix) + passes).to(tl.uint32), tl.load(number))
                     start = window_of(n, stream)
                     end = tl.minimum(start + WINDOW, n)
             passes += 1
@@ -258,13 +248,13 @@ def gram_triton(
     orthonormal. What is left of this one without them is written there, and A is X in the second pass.
     """
     chunks, which = len(factors.chunks), (attempt, panel, panels)
-    tables = factors.records, factors.chunks, number
+    work = factors.records, factors.chunks, number
     if panel > 0:
         run(
             _inner_products_kernel, (chunks, panel + (attempt == 0)), launch.of_factors,
-            A, X, parts, squares, factors.progress, *tables, chunks, *which,
+            A, X, parts, squares, factors.progress, *work, chunks, *which,
         )  # fmt: skip
     run(
-        _gram_kernel, (chunks,), launch.of_factors, A, X, parts, squares, factors.progress, finite, *tables,
+        _gram_kernel, (chunks,), launch.of_factors, A, X, parts, squares, factors.progress, finite, *work,
         max(epsilon, DEAD_COLUMN) ** 2, *which, PROJECT=panel > 0,
     )  # fmt: skip

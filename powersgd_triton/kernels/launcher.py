@@ -25,7 +25,6 @@ KNOWN = why_inspected(triton.__version__) is None
 
 HAS_DEVICE = torch.cuda.is_available()
 
-
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Types of the elements that kernels read and write through addresses."""
 

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.gram import PASSES, gram_triton, panel_of_rows, squares_of
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import FactorTable
-from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_PASSES, factor_chunk
 
 
 @triton.jit(do_not_specialize=["number", "panel", "panels"])
@@ -23,11 +23,11 @@ def _orthogonalize_kernel(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """out_c = A_c after all passes, and X_c if there are further panels. Grid: (chunks, shares of a chunk)."""
-    matrix, start, end, r, offset = factor_chunk(records, chunks, tl.program_id(0))
+    matrix, start, end, r, offset = tables.factor_chunk(records, chunks, tl.program_id(0))
     if panel * C >= r:
         return
     transforms, _, _ = squares_of(squares, matrix, panels, C)
-    passes = tl.load(progress + matrix * PROGRESS + PROGRESS_PASSES)
+    passes = tl.load(progress + matrix * tables.PROGRESS + tables.PROGRESS_PASSES)
     # Of a panel after the first, X holds what all passes but the last one made.
     kept = tl.where(panel > 0, passes - 1, 0)
     for row in range(start + tl.program_id(1) * BLOCK_ROWS, end, tl.num_programs(1) * BLOCK_ROWS):

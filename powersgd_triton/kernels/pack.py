@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, Pointers
-from powersgd_triton.kernels.table_device import pack_entry, pointer_to, tensor_address
 
 
 @triton.jit(do_not_specialize=["G_base", "has_own", "averages", "workers"])
@@ -19,7 +19,7 @@ def _pack_kernel(
 ):  # fmt: skip
     """One block of a message: a sum of parts, or a piece of a bypass tensor, copied or averaged. Grid: blocks."""
     program = tl.program_id(0)
-    source, distance, splits, target, numel, tensor = pack_entry(entries, program)
+    source, distance, splits, target, numel, tensor = tables.pack_entry(entries, program)
     i = tl.arange(0, BLOCK)
     ok = i < numel
     if splits > 0:
@@ -32,7 +32,7 @@ def _pack_kernel(
             tl.store(own + target + i, total, ok)
     elif averages == 0:
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        G = pointer_to(tensor_address(G_base, G_at, tensor), G_TYPE, 1) + source
+        G = tables.pointer_to(tables.tensor_address(G_base, G_at, tensor), G_TYPE, 1) + source
         tl.store(bypass + target + i, tl.load(G + i, ok, 0.0).to(tl.float32), ok)
     else:
         total = tl.load(bypass + target + i, ok, 0.0)

@@ -7,20 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    pack_entry,
-    pointer_to,
-    rows_are_aligned,
-    tensor_address,
-    tile_of,
-)
 
 
 @triton.jit
@@ -46,24 +37,24 @@ def _reconstruct_kernel(
     """
     program = tl.program_id(0)
     if program >= row_programs:
-        source, _, _, target, numel, tensor = pack_entry(entries, program - row_programs)
+        source, _, _, target, numel, tensor = tables.pack_entry(entries, program - row_programs)
         i = tl.arange(0, COPY)
         ok = i < numel
         rounded = tl.load(message + target + i, ok, 0.0).to(OUT_TYPE)
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        place = pointer_to(tensor_address(out_base, out_at, tensor), OUT_TYPE, 1) + source
+        place = tables.pointer_to(tables.tensor_address(out_base, out_at, tensor), OUT_TYPE, 1) + source
         tl.store(place + i, rounded, ok)
         _note_overflow(tl.abs(rounded.to(tl.float32)), verdict)
         return
-    matrix, row, start, end, _ = tile_of(tiles, program, 1, BLOCK_COLS)
-    n, m, r = matrix_sizes(records, matrix)
-    P_at, Q_at = factor_offsets(records, matrix)
-    out = tensor_address(out_base, out_at, matrix)
+    matrix, row, start, end, _ = tables.tile_of(tiles, program, 1, BLOCK_COLS)
+    n, m, r = tables.matrix_sizes(records, matrix)
+    P_at, Q_at = tables.factor_offsets(records, matrix)
+    out = tables.tensor_address(out_base, out_at, matrix)
     P_hat += P_at + row.to(tl.int64) * r
     Q += Q_at
-    if rows_are_aligned(out, m, VEC):
+    if tables.rows_are_aligned(out, m, VEC):
         _walk_along_columns(
-            P_hat, Q, out, verdict, n, known_multiple(m, VEC), r, row, start, end,
+            P_hat, Q, out, verdict, n, tables.known_multiple(m, VEC), r, row, start, end,
             OUT_TYPE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
         )  # fmt: skip
     else:
@@ -79,7 +70,7 @@ def _walk_along_columns(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The work of a row tile, where all rows of the matrix at address ``out`` start at multiples of VEC elements."""
-    out = pointer_to(out, OUT_TYPE, VEC) + row.to(tl.int64) * m
+    out = tables.pointer_to(out, OUT_TYPE, VEC) + row.to(tl.int64) * m
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)

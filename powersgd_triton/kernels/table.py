@@ -9,19 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.availability import DTYPES, MAX_RANK
 from powersgd_triton.kernels.configurations import is_captured, multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
-from powersgd_triton.kernels.table_device import (
-    PROGRESS,
-    ChunkRow,
-    FactorRow,
-    MatrixRow,
-    PackRow,
-    ProgressRow,
-    RollbackRow,
-    TileRow,
-)
 
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
@@ -82,7 +73,7 @@ class FactorTable(NamedTuple):
     @property
     def zeroed(self) -> Tensor:
         """[matrices]: number of columns that were set to 0 so far, because no pass had made them orthonormal."""
-        return self.progress[:, ProgressRow._fields.index("zeroed")]
+        return self.progress[:, tables.ProgressRow._fields.index("zeroed")]
 
 
 class Pointers(NamedTuple):
@@ -127,8 +118,13 @@ class BucketTable:
         counts: Sequence[int] | None = None,
         parts_of_larger: bool = False,
     ) -> None:
-        for matrix in matrices:
-            _check(matrix, parts_of_larger)
+        for x in matrices:
+            if not 1 <= x.r <= (x.r if parts_of_larger else min(x.n, x.m)):
+                raise ValueError(f"rank must be from 1 to min(n, m); got {x.r} for {x.n} × {x.m}")
+            if x.r > MAX_RANK:
+                raise ValueError(f"rank must be at most {MAX_RANK}; got {x.r}")
+            if x.m > MAX_COLUMNS or x.n >= 2**31:
+                raise ValueError(f"a matrix may have up to 2³¹ − 1 rows and {MAX_COLUMNS} columns; got {x.n} × {x.m}")
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.counts = [1] * len(matrices) if counts is None else counts
         firsts = itertools.accumulate(self.counts, initial=0)
@@ -142,25 +138,24 @@ class BucketTable:
         # Memory for distances. While a CUDA graph is captured, the host must not allocate any that is pinned.
         self._spares: list[Tensor] = []
         self._prepare_spares()
-
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
         widths, p_parts, self.p_parts_numel, sums_P = self._split(matrices, rows, width_block)
         heights, q_parts, self.q_parts_numel, sums_Q = self._split(transposed, columns, height_block)
         records = [
-            MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
+            tables.MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
             for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
         ]
-        self.records = self._tensor(MatrixRow, records)
+        self.records = self._tensor(tables.MatrixRow, records)
         # A matrix's tiles are neighbours, and so are the programs that read the same factors.
         row_tiles = [
-            TileRow(index, first, start, end, split)
+            tables.TileRow(index, first, start, end, split)
             for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
             for first in range(0, x.n, rows)
             for start, end, split in parts(x.m, width)
         ]
         column_tiles = [
-            TileRow(index, first, start, end, split)
+            tables.TileRow(index, first, start, end, split)
             for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
             for start, end, split in parts(x.n, height)
             for first in range(0, x.m, columns)
@@ -168,19 +163,19 @@ class BucketTable:
         for tiles in (row_tiles, column_tiles):
             # The longest programs come first, so that short ones fill what these leave of the time.
             tiles.sort(key=lambda tile: tile.start - tile.end)
-        self.row_tiles = self._tensor(TileRow, row_tiles, torch.int32)
-        self.column_tiles = self._tensor(TileRow, column_tiles, torch.int32)
+        self.row_tiles = self._tensor(tables.TileRow, row_tiles, torch.int32)
+        self.column_tiles = self._tensor(tables.TileRow, column_tiles, torch.int32)
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(with_P)
-        self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
-        self.pack_Q = self._tensor(PackRow, [*with_P, *sums_Q])
-        self.pack_left = self._tensor(PackRow, [*with_Q, *sums_Q])
+        self.pack_P = self._tensor(tables.PackRow, [*with_P, *sums_P])
+        self.pack_Q = self._tensor(tables.PackRow, [*with_P, *sums_Q])
+        self.pack_left = self._tensor(tables.PackRow, [*with_Q, *sums_Q])
         blocks = [
-            RollbackRow(index, start, min(x.n * x.m, start + ROLLBACK_BLOCK))
+            tables.RollbackRow(index, start, min(x.n * x.m, start + ROLLBACK_BLOCK))
             for index, x in enumerate(matrices)
             for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
         ]
-        self.rollback = self._tensor(RollbackRow, blocks)
+        self.rollback = self._tensor(tables.RollbackRow, blocks)
         self.P, self.Q = self._factors(matrices), self._factors(transposed)
 
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
@@ -250,40 +245,42 @@ class BucketTable:
 
     def _split(
         self, matrices: Sequence[Matrix], tile: int, block: int
-    ) -> tuple[list[int], list[int], int, list[PackRow]]:
+    ) -> tuple[list[int], list[int], int, list[tables.PackRow]]:
         """Return lengths of parts of P, places of the first ones, elements of all, and rows of a pack table."""
         lengths = part_lengths([(-(-x.n // tile), x.m, x.r) for x in matrices], block, multiprocessors(self.device))
         counts = [-(-x.m // length) for x, length in zip(matrices, lengths, strict=True)]
         sizes = [x.n * x.r for x in matrices]
         *places, end = itertools.accumulate((n * count for n, count in zip(sizes, counts, strict=True)), initial=0)
         rows = [
-            PackRow(place + start, numel, count, x.p_offset + start, min(COPY_BLOCK, numel - start), tensor=0)
+            tables.PackRow(place + start, numel, count, x.p_offset + start, min(COPY_BLOCK, numel - start), tensor=0)
             for x, numel, place, count in zip(matrices, sizes, places, counts, strict=True)
             for start in range(0, numel, COPY_BLOCK)
         ]
         return lengths, places, end, rows
 
-    def _bypass_rows(self, message: int) -> list[PackRow]:
+    def _bypass_rows(self, message: int) -> list[tables.PackRow]:
         """Return rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
         return [
-            PackRow(start, 0, 0, offsets[message] + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index)
+            tables.PackRow(
+                start, 0, 0, offsets[message] + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index
+            )
             for index, (numel, *offsets) in enumerate(self.bypass)
             for start in range(0, numel, COPY_BLOCK)
         ]
 
     def _factors(self, matrices: Sequence[Matrix]) -> FactorTable:
         """Return the table of the factors P."""
-        records: list[FactorRow] = []
-        chunks: list[ChunkRow] = []
+        records: list[tables.FactorRow] = []
+        chunks: list[tables.ChunkRow] = []
         heights = [max(CHUNK_ROWS, -(-x.n // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS) for x in matrices]
         for index, (x, height) in enumerate(zip(matrices, heights, strict=True)):
-            mine = [ChunkRow(index, row, min(x.n, row + height)) for row in range(0, x.n, height)]
-            records.append(FactorRow(x.n, x.r, x.p_offset, x.key, first_chunk=len(chunks), chunks=len(mine)))
+            mine = [tables.ChunkRow(index, row, min(x.n, row + height)) for row in range(0, x.n, height)]
+            records.append(tables.FactorRow(x.n, x.r, x.p_offset, x.key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
-        progress = torch.zeros(len(records), PROGRESS.value, dtype=torch.int32, device=self.device)
+        progress = torch.zeros(len(records), tables.PROGRESS.value, dtype=torch.int32, device=self.device)
         shares = min(MAX_SHARES, max(heights, default=CHUNK_ROWS) // CHUNK_ROWS)
-        tables = self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32)
-        return FactorTable(*tables, progress, shares)
+        on_device = self._tensor(tables.FactorRow, records), self._tensor(tables.ChunkRow, chunks, torch.int32)
+        return FactorTable(*on_device, progress, shares)
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return a table on the device, by a copy that does not wait for it."""
@@ -294,14 +291,3 @@ def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, dev
     """Return a table on the host, from where it can be copied to the device without waiting."""
     host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
     return host if device.type == "cpu" else host.pin_memory()
-
-
-def _check(matrix: Matrix, parts_of_larger: bool) -> None:
-    if not 1 <= matrix.r <= (matrix.r if parts_of_larger else min(matrix.n, matrix.m)):
-        raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
-    if matrix.r > MAX_RANK:
-        raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")
-    if matrix.m > MAX_COLUMNS or matrix.n >= 2**31:
-        raise ValueError(
-            f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
-        )

@@ -14,24 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import wire_device
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, on_host
 from powersgd_triton.kernels.table_device import WireRow
-from powersgd_triton.kernels.wire_device import (
-    EXACT_BYTES,
-    WIRE,
-    WIRE_COLUMNS,
-    add_tiles,
-    exact_slice,
-    load_tile,
-    store_tile,
-    tile_is_aligned,
-    views_of,
-    wire_entry,
-    wire_tile,
-    write_tile,
-)
 from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, WirePlan
 
 
@@ -41,12 +28,12 @@ def _encode_kernel(
     HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Encode a tile, and write to own what its codes stand for, or copy exact elements. Grid: tiles and slices."""
-    entry, chunk, element = wire_entry(table, tl.program_id(0), size)
-    exact, scales, codes = views_of(content, BITS, LEVELS)
-    if tl.load(entry + WIRE_COLUMNS) == 0:
-        i, place, ok = exact_slice(entry, chunk, COPY)
+    entry, chunk, element = wire_device.wire_entry(table, tl.program_id(0), size)
+    exact, scales, codes = wire_device.views_of(content, BITS, LEVELS)
+    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+        i, place, ok = wire_device.exact_slice(entry, chunk, COPY)
         tl.store(exact + place, tl.load(message + element + i, ok, 0.0), ok)
-    elif tile_is_aligned(entry, chunk, BITS):
+    elif wire_device.tile_is_aligned(entry, chunk, BITS):
         _encode_tile(message, own, scales, codes, entry, chunk, has_own, 4, BITS, LEVELS, C, HALF)
     else:
         _encode_tile(message, own, scales, codes, entry, chunk, has_own, 1, BITS, LEVELS, C, HALF)
@@ -57,11 +44,11 @@ def _encode_tile(
     message, own, scales, codes, entry, chunk, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
-    low, high = load_tile(message + element, tile)
-    low, high = write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
+    element, scale, code, tile = wire_device.wire_tile(entry, chunk, VEC, BITS, C, HALF)
+    low, high = wire_device.load_tile(message + element, tile)
+    low, high = wire_device.write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
-        store_tile(own + element, low, high, tile)
+        wire_device.store_tile(own + element, low, high, tile)
 
 
 @triton.jit(do_not_specialize=["size", "first", "workers", "has_own"])
@@ -70,17 +57,17 @@ def _reduce_kernel(
     BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Sum all workers' parts, and round a tile's sum. own −= what that lost. Grid: one owner's tiles and slices."""
-    entry = table + (first + tl.program_id(0)) * WIRE
+    entry = table + (first + tl.program_id(0)) * wire_device.WIRE
     # What was received from each worker, and the sum, are bytes of this chunk alone: it starts at 0.
-    exact, scales, codes = views_of(content, BITS, LEVELS)
-    if tl.load(entry + WIRE_COLUMNS) == 0:
-        _, place, ok = exact_slice(entry, 0, COPY)
+    exact, scales, codes = wire_device.views_of(content, BITS, LEVELS)
+    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+        _, place, ok = wire_device.exact_slice(entry, 0, COPY)
         total = tl.zeros([COPY], tl.float32)
         for worker in range(workers):
             one = (received + worker * size).to(tl.pointer_type(tl.float32))
             total += tl.load(one + place, ok, 0.0)
         tl.store(exact + place, total, ok)
-    elif tile_is_aligned(entry, size, BITS):
+    elif wire_device.tile_is_aligned(entry, size, BITS):
         _reduce_tile(received, own, scales, codes, entry, size, workers, has_own, 4, BITS, LEVELS, C, HALF)
     else:
         _reduce_tile(received, own, scales, codes, entry, size, workers, has_own, 1, BITS, LEVELS, C, HALF)
@@ -91,14 +78,14 @@ def _reduce_tile(
     received, own, scales, codes, entry, size, workers, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = wire_tile(entry, 0, VEC, BITS, C, HALF)
-    low_sum, high_sum = add_tiles(received, size, workers, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
-    low, high = write_tile(low_sum, high_sum, scales + scale, codes + code, tile, BITS, LEVELS, C)
+    element, scale, code, tile = wire_device.wire_tile(entry, 0, VEC, BITS, C, HALF)
+    low_sum, high_sum = wire_device.add_tiles(received, size, workers, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
+    low, high = wire_device.write_tile(low_sum, high_sum, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
         # This worker counts what rounding the sum lost as not contributed by itself, so it stays in its error buffer.
         own += element
         offsets, distance, low_ok, high_ok, _ = tile
-        low_own, high_own = load_tile(own, tile)
+        low_own, high_own = wire_device.load_tile(own, tile)
         # No thread stores before all have loaded: at rank 1, several threads load the same element and one stores it.
         tl.debug_barrier()
         tl.store(own + offsets, low_own - (low_sum - low), low_ok)
@@ -111,17 +98,17 @@ def _decode_kernel(
     HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of all messages and add them up, or exact elements. Grid: tiles and slices of all chunks."""
-    entry, chunk, element = wire_entry(table, tl.program_id(0), size)
+    entry, chunk, element = wire_device.wire_entry(table, tl.program_id(0), size)
     # From a chunk of a message to the same one of the next message.
     stride = chunks * size
-    if tl.load(entry + WIRE_COLUMNS) == 0:
-        i, place, ok = exact_slice(entry, chunk, COPY)
+    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+        i, place, ok = wire_device.exact_slice(entry, chunk, COPY)
         total = tl.zeros([COPY], tl.float32)
         for message in range(messages):
             one = (content + message * stride).to(tl.pointer_type(tl.float32))
             total += tl.load(one + place, ok, 0.0)
         tl.store(out + element + i, total, ok)
-    elif tile_is_aligned(entry, chunk | stride, BITS):
+    elif wire_device.tile_is_aligned(entry, chunk | stride, BITS):
         _decode_tile(content, out, entry, chunk, stride, messages, 4, BITS, LEVELS, C, HALF)
     else:
         _decode_tile(content, out, entry, chunk, stride, messages, 1, BITS, LEVELS, C, HALF)
@@ -132,9 +119,9 @@ def _decode_tile(
     content, out, entry, chunk, stride, messages,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
-    low, high = add_tiles(content, stride, messages, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
-    store_tile(out + element, low, high, tile)
+    element, scale, code, tile = wire_device.wire_tile(entry, chunk, VEC, BITS, C, HALF)
+    low, high = wire_device.add_tiles(content, stride, messages, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
+    wire_device.store_tile(out + element, low, high, tile)
 
 
 class TritonWire:
@@ -192,7 +179,7 @@ def wire_rows(plan: WirePlan, columns: int) -> tuple[list[WireRow], list[int]]:
                 scale += SCALE_BYTES * rank
                 code += plan.width.code_bytes(height, rank)
         for start in range(0, chunk.bypass_numel, COPY_BLOCK):
-            numel, code = min(COPY_BLOCK, chunk.bypass_numel - start), start * EXACT_BYTES.value
+            numel, code = min(COPY_BLOCK, chunk.bypass_numel - start), start * wire_device.EXACT_BYTES.value
             rows.append(WireRow(number, chunk.bypass + start, numel, columns=0, rank=0, scales=0, codes=code))
         starts.append(len(rows))
     return rows, starts

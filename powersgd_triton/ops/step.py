@@ -178,7 +178,6 @@ class LossScale:
         return growth
 
     def forget(self) -> None:
-        """Forget the step's scale."""
         self._scale, self._growths = None, []
 
     def read(self, device: torch.device) -> Tensor | None:
