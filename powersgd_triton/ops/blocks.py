@@ -172,16 +172,6 @@ def backproject(block: Tensor, P: Tensor) -> Tensor:
     return total
 
 
-def warm(block: Tensor, rank: int) -> None:
-    """Read a large block on the CPU before a product of ``rank`` columns changes it.
-
-    Libraries do not fetch ahead: the product takes half as long on what is in the cache, and reading it a quarter. One
-    column is multiplied element by element, in the order in which it lies.
-    """
-    if rank > 1 and block.device.type == "cpu" and block.nbytes > own_cache_bytes():
-        block.sum()
-
-
 def _parts(block: Tensor) -> int:
     """Return in how many parts the rows of a block are divided, since a product with few rows runs on one thread."""
     count, rows, _ = block.shape

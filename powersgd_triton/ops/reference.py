@@ -21,7 +21,6 @@ from powersgd_triton.ops.blocks import (
     part,
     project,
     store,
-    warm,
 )
 
 Pending = tuple[Tensor, Tensor, bool | Tensor]
@@ -79,7 +78,6 @@ def _compensated(
         # In this order, a run that loads E, as a checkpoint has it, goes on with the same bits.
         if subtracted is not None:
             P, Qt = subtracted
-            warm(block, P.shape[-1])
             add_product(block, part(P, members, rows), part(Qt, members), alpha=-1)
         if growth is not None:
             block.mul_(growth)
