@@ -16,9 +16,8 @@ from powersgd_triton.core import buckets, facts
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import gradients
 from tests.support.distributed import on_workers
-from tests.support.sharded_training import Net, hybrid, hybrid_mesh
-from tests.support.sharded_training import train as train_sharded
-from tests.support.small import complaint
+from tests.support.sharded_training import Net, hybrid, hybrid_mesh, train
+from tests.support.training import complaint
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
 CONFIG: dict[str, Any] = {"rank": 2, "min_compression_rate": 0}
@@ -111,19 +110,19 @@ def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: in
     mesh = hybrid_mesh(2, 2)
     config = PowerSGDConfig(rank=2 + mesh["shard"].get_local_rank(), min_compression_rate=1)
     module, _ = hybrid(Net(), mesh, config)
-    said = complaint(train_sharded, module, worker, steps=range(1))
+    said = complaint(train, module, worker, steps=range(1))
     assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in config.rank: 3 instead of 2")
     assert "worker 3 differs" in said
     # Shards have factors and plans of their own, which only their replicas share.
     dist.barrier()
     config = PowerSGDConfig(compression=3, min_compression_rate=1, replan_every=1, check_every=1)
     module, state = hybrid(Net(), hybrid_mesh(2, 2), config)
-    train_sharded(module, worker, steps=range(4))
+    train(module, worker, steps=range(4))
     plans = [""] * world_size
     dist.all_gather_object(plans, str(state.report()))
     assert plans[0] == plans[2] != plans[1] == plans[3]
     if worker == 3:
         next(iter(state._engine.buckets.in_use())).basis.add_(1.0)
-    said = complaint(train_sharded, module, worker, steps=range(4, 6))
+    said = complaint(train, module, worker, steps=range(4, 6))
     assert "workers do not agree" in said
     assert "of the bucket of" in said

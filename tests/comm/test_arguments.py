@@ -19,7 +19,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.checks import everything, gradients
 from tests.support.distributed import folder, on_workers
 from tests.support.sharded_training import RANK_2, Net, full_mesh, sharded
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 SHAPES = {"a": (16, 12), "b": (5,)}
 Wrong = dict[str, list[Any]]

@@ -16,7 +16,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.checks import everything, gradients, step
 from tests.support.distributed import on_workers
-from tests.support.small import RANK_2, backward, complaint, stack
+from tests.support.training import RANK_2, backward, complaint, linear_stack
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 VICTIM = 1
@@ -37,7 +37,7 @@ def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
     state = PowerSGDState(None, **{**RANK_2, "matrix_approximation_rank": rank})
     for said in (
         complaint(steps, Compressor(PowerSGDConfig(rank=rank, min_compression_rate=0), SHAPES), range(1)),
-        complaint(backward(stack(), state, find_unused_parameters=True)),
+        complaint(backward(linear_stack(), state, find_unused_parameters=True)),
     ):
         assert re.search("worker 1 differs from worker 0 in rank of '.*': 3 instead of 2", said), said
 
@@ -45,7 +45,7 @@ def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
 @on_workers(*WORLD_SIZES)
 def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
     """Unpickling is no collective, so that the next step compares what was unpickled."""
-    model = stack()
+    model = linear_stack()
     state = PowerSGDState(None, module=model, **RANK_2)
     backward(model, state)()
     content = pickle.dumps(state)

@@ -20,8 +20,7 @@ from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import step as averaged
 from tests.support.distributed import outcome, run_cases
-from tests.support.small import backward, stack
-from tests.support.training import digest, gradients_of
+from tests.support.training import backward, digest, gradients_of, linear_stack
 
 SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
 FIRST = tuning.WARM_UP + tuning.MEASURED + 1
@@ -79,7 +78,7 @@ def quantized(worker: int, world_size: int) -> list[Any]:
             assert [*compressor.error()] == [*resumed.error()] == errors
             assert str(resumed.report()).count(name) == len(SHAPES)
             found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
-            model = stack()
+            model = linear_stack()
             state = PowerSGDState(AUTO, module=model)
             step = backward(model, state)
             for number in range(FIRST + 2):
@@ -131,7 +130,7 @@ def choices(worker: int, world_size: int) -> list[Any]:
 
 
 def ddp(worker: int, world_size: int) -> list[Any]:
-    model = stack()
+    model = linear_stack()
     state = PowerSGDState(AUTO, module=model)
     step = backward(model, state)
     for number in range(FIRST + 3):

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, build, check_errors
 from tests.support.distributed import on_workers
-from tests.support.sharded_training import RANK_2
-from tests.support.training import digest, patched
-from tests.support.wrappers import Wrapped, loss_of
+from tests.support.sharded_training import RANK_2, loss_of
+from tests.support.training import digest
+from tests.support.wrappers import Wrapped
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""
@@ -151,7 +152,7 @@ def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterat
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    with pytest.raises(RuntimeError), patched(dist, "all_reduce", counting):
+    with pytest.raises(RuntimeError), mock.patch.object(dist, "all_reduce", counting):
         yield
     seconds = time.monotonic() - start
     assert 0.9 * SILENCE <= seconds <= SILENCE + SLACK if silent else seconds <= DEATH

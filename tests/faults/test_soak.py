@@ -13,8 +13,7 @@ from torch import Tensor
 from tests.support.balance import batches, build
 from tests.support.checks import live_bytes
 from tests.support.distributed import HUNG, run
-from tests.support.sharded_training import RANK_2, batch
-from tests.support.wrappers import loss_of
+from tests.support.sharded_training import RANK_2, batch, loss_of
 
 # Of a step to have one. Those that spoil a gradient make the optimizer skip the step.
 FAULTS = {"inf": 0.04, "nan": 0.04, "overflow": 0.04, "zero": 0.06, "unused": 0.06, "reload": 0.04}

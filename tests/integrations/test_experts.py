@@ -20,7 +20,7 @@ from tests.support.checks import same_bits
 from tests.support.distributed import folder
 from tests.support.mixture import EXPERTS, Mixture, backward, gradients, mesh_of, sharded
 from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 STEPS = 3
 QUICK = ("HSDP on dim 1", "1-D, expert parallel", "alone")

@@ -29,7 +29,7 @@ from tests.support.balance import Ledger, check_close
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
 from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
-from tests.support.small import complaint
+from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
 Gradients = dict[str, Tensor]

@@ -117,16 +117,17 @@ def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
 
 
 def make_test(cases: Cases, world_size: int, run_all: Callable[..., Any] = run_cases) -> Callable[..., None]:
-    """A test of each case. All run in the same processes, when the first one is asked for."""
+    """A test of each case. Those that are selected run in the same processes, when the first one is asked for."""
 
     @functools.cache
-    def results() -> dict[str, list[Any]]:
-        return dict(run_all(cases, world_size))
+    def results(*chosen: str) -> dict[str, list[Any]]:
+        return dict(run_all({name: named(cases)[name] for name in chosen}, world_size))
 
     @pytest.mark.parametrize("name", named(cases))
-    def test(name: str) -> None:
+    def test(name: str, request: pytest.FixtureRequest) -> None:
         """See the cases' docstrings."""
-        outcome(results(), name)
+        items: list[Any] = [item for item in request.session.items if getattr(item, "function", None) is test]
+        outcome(results(*(item.callspec.params["name"] for item in items)), name)
 
     return test
 

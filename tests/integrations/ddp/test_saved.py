@@ -21,23 +21,26 @@ from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.balance import check_same
 from tests.support.checks import assert_equal_states, same_bits
 from tests.support.distributed import folder, make_test
-from tests.support.small import (
+from tests.support.training import (
     AT_ONCE,
     FEW,
+    LIMIT,
     MANY,
     ONE,
     RANK_2,
     WIDTH,
     Saved,
+    check_training,
     complaint,
+    linear_stack,
     logged,
-    stack,
+    relative,
     state_for,
+    step_differences,
     training,
     uninterrupted,
     warnings,
 )
-from tests.support.training import LIMIT, check_training, linear_stack, relative, step_differences
 
 
 def check_said(said: str, *parts: str) -> None:
@@ -49,7 +52,7 @@ def resumed(worker: int, world_size: int) -> None:
     """A run goes on in other buckets if the state has the model, and else in the same ones."""
     for kind, cap in (("named", FEW), ("named", ONE), ("numbered", MANY)):
         expected = uninterrupted(worker, kind).gradients
-        model, other = stack(), stack()
+        model, other = linear_stack(), linear_stack()
         state, fresh = state_for(model, kind), state_for(other, kind)
         training(model, worker, state, range(4))
         saved = state.state_dict()
@@ -69,7 +72,7 @@ def resumed(worker: int, world_size: int) -> None:
 
 def other_boundaries(worker: int, world_size: int) -> None:
     """A state that knows parameters by numbers refuses other bucket boundaries, and names module=."""
-    model = stack()
+    model = linear_stack()
     numbered = state_for(model, "numbered")
     training(model, worker, numbered, range(3), cap=FEW, **AT_ONCE)
     saved = numbered.state_dict()
@@ -85,7 +88,7 @@ def other_boundaries(worker: int, world_size: int) -> None:
 def pickled(worker: int, world_size: int) -> None:
     """A run goes on from a pickle, which has the worker's own error, and logs what torch's does."""
     group = dist.new_group(range(world_size))
-    model = stack()
+    model = linear_stack()
     state = state_for(model, "named", group)
     training(model, worker, state, range(4))
     said, found = [], []
@@ -111,7 +114,7 @@ def pickled(worker: int, world_size: int) -> None:
 
 def of_another_worker(worker: int, world_size: int) -> None:
     """The error in a pickle is used by the worker that has made it, in a group of that size, and dropped elsewhere."""
-    model = stack()
+    model = linear_stack()
     state = state_for(model)
     training(model, worker, state, range(4))
     sent: list[Any] = [pickle.dumps(state), state.error()]
@@ -128,7 +131,7 @@ def check_owed(state: Any, worker: int, owed: dict[str, Tensor], group: dist.Pro
     """That a step loses nothing if the workers owed ``owed`` together. Whether it was said that an error is dropped."""
     state.process_group = group
     with logged(ddp.__name__) as messages:
-        check_training(stack(), worker, state, [4], owed, group, bucket_cap_mb=MANY, width=WIDTH)
+        check_training(linear_stack(), worker, state, [4], owed, group)
     return any("its error is dropped" in text for text in warnings(messages))
 
 
@@ -191,8 +194,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -
 
 @alone
 def test_another_module_is_blamed_and_a_layer_that_was_added_later_is_named() -> None:
-    check_said(complaint(training, stack(), 0, state_for(stack()), range(1)), "", "module=")
-    model = stack()
+    check_said(complaint(training, linear_stack(), 0, state_for(linear_stack()), range(1)), "", "module=")
+    model = linear_stack()
     state = state_for(model)
     model.append(nn.Linear(WIDTH, 4))
     said = complaint(training, model, 0, state, range(1))
@@ -215,7 +218,7 @@ def test_ranks_of_numpy() -> None:
 @alone
 @pytest.mark.parametrize("options", [{}, {"module": None}, {"compression": 1.1}], ids=["named", "numbered", "budget"])
 def test_a_deep_copy_goes_on_by_itself(options: dict[str, Any]) -> None:
-    model, scale = stack(), torch.ones(())
+    model, scale = linear_stack(), torch.ones(())
     settings = {"start_powerSGD_iter": 0, "min_compression_rate": 0} if "compression" in options else RANK_2
     state = PowerSGDState(None, **{**settings, "module": model, **options})
     state.attach(lambda: scale)
@@ -242,7 +245,7 @@ def test_a_deep_copy_goes_on_by_itself(options: dict[str, Any]) -> None:
 @alone
 def test_pickles_with_a_budget() -> None:
     """Ranks that were planned are pickled, and the names that they belong to."""
-    model = stack()
+    model = linear_stack()
     state = PowerSGDState(None, module=model, compression=1.1, replan_every=2)
     with pytest.raises(ValueError, match="can be pickled after its first step"):
         pickle.dumps(state)

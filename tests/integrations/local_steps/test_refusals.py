@@ -17,7 +17,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import make_test
 from tests.support.local_steps import NESTEROV, TERNARY, Training, batch, flat, model, owed, same_bits, theta
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 EVERY = 4
 

@@ -29,7 +29,7 @@ from tests.support.local_steps import (
     owed,
     theta,
 )
-from tests.support.small import complaint, logged, warnings
+from tests.support.training import complaint, logged, warnings
 
 STEPS, EVERY = 12, 4
 

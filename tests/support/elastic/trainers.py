@@ -16,18 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.elastic.worker import SHAPES, Scenario, Trainer
-
-
-class Model(torch.nn.Module):
-    """Its loss has the gradients that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
+from tests.support.training import Given
 
 
 class DDPTrainer(Trainer):
@@ -38,7 +27,7 @@ class DDPTrainer(Trainer):
 
         group = ProcessGroupDummy(0, 1)
         self.model = DistributedDataParallel(
-            Model(), process_group=group, find_unused_parameters=True, bucket_cap_mb=0.001
+            Given(SHAPES), process_group=group, find_unused_parameters=True, bucket_cap_mb=0.001
         )
         return attach(self.model, PowerSGDConfig.from_dict(config), manager=self.manager)
 
@@ -52,7 +41,7 @@ class LocalTrainer(Trainer):
     """Local steps. A worker owes E + θ − its parameters."""
 
     def compress(self, config: dict[str, Any]) -> Any:
-        self.model = Model()
+        self.model = Given(SHAPES)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(self.life)

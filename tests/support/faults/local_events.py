@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from tests.support.faults.local import Local
 from tests.support.faults.trainer import InjectedError
 from tests.support.local_steps import CONFIGS, mean, put
-from tests.support.training import patched
 
 NOT_HERE = torch.ones(2, device="meta")
 JUNK: list[Any] = [None, "x", [], {}, float("nan"), torch.tensor(torch.nan), torch.ones(3, 1, 2), NOT_HERE]
@@ -78,7 +78,7 @@ def after(owner: Any, name: str, number: int, act: Callable[[], Any]) -> Iterato
             act()
         return result
 
-    with patched(owner, name, call):
+    with mock.patch.object(owner, name, call):
         yield
 
 
