@@ -1,4 +1,4 @@
-"""Imports point one way, triton stays in kernels/, no test is imported, and the adapters have one name."""
+"""Imports point one way, triton stays in kernels/, and the adapters have one name."""
 
 from __future__ import annotations
 
@@ -52,11 +52,6 @@ def module_of(path: Path) -> str:
     path = path.relative_to(ROOT)
     parts = path.with_suffix("").parts
     return ".".join(("powersgd_triton", *parts) if parts[0] == "integrations" else parts)
-
-
-def is_test(module: str) -> bool:
-    """Whether pytest collects it, or a name in it."""
-    return any(part == "conftest" or part.startswith("test_") for part in module.split("."))
 
 
 def place(module: str) -> int:
@@ -119,16 +114,6 @@ def test_adapters_use_no_part_of_the_engine():
     part = re.compile(r"\b_?engine\.(buckets|plan|residuals|schedule|step)\.\w+")
     files = [PACKAGE / "compressor.py", *(ROOT / "integrations").rglob("*.py")]
     assert {str(path): found for path in files if (found := part.findall(path.read_text(encoding="utf-8")))} == {}
-
-
-def test_no_test_is_imported():
-    """What tests share lies in tests/support/."""
-    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    found = {module_of(path): sorted(filter(is_test, imported(path))) for path in files}
-    assert {"tests.support.checks", "tests.project.test_imports"} <= found.keys()
-    assert not {importer: names for importer, names in found.items() if names}
-    for path in (ROOT / "benchmarks").rglob("*.py"):
-        assert not {name for name in imported(path) if name.split(".")[0] == "tests"}, path
 
 
 def test_adapters_have_one_name_and_are_a_tracked_link():

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def run_cases(
             for worker in range(world_size)
         ]
         try:
-            with environment(OMP_NUM_THREADS="1"):
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
                 for process in processes:
                     process.start()
             deadline = time.monotonic() + timeout
@@ -206,20 +207,6 @@ def forkserver() -> Any:
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     return context
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

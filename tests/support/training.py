@@ -30,10 +30,10 @@ Saved = dict[str, Any]
 LIMIT = 1e-5
 
 
-def linear_stack(layers: int = 6, width: int = WIDTH, bias: bool = True) -> nn.Sequential:
+def linear_stack(layers: int = 6) -> nn.Sequential:
     """Linear layers whose initial weights are orthogonal, so that the gradients of all have the same size."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     for weight in (p for p in model.parameters() if p.dim() == 2):
         nn.init.orthogonal_(weight)
     return model
@@ -63,10 +63,10 @@ class Given(nn.Module):
         return torch.stack(products).sum()
 
 
-def batch(worker: int, step: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one worker in one step."""
     generator = torch.Generator().manual_seed(10_000 * step + worker)
-    return torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
+    return torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:

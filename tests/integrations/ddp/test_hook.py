@@ -200,7 +200,7 @@ def dtypes(worker: int, world_size: int) -> None:
         (torch.float64, powerSGD_hook, torch.float64),
         (torch.float32, rounding_hook, torch.float16),
     ):
-        model = linear_stack(3, WIDTH).to(dtype)
+        model = linear_stack(3).to(dtype)
         own = local_gradients(model)
         replica = replicated(model, state_of(model), hook)
         for step in range(3):

@@ -7,8 +7,9 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, batches, check_same
-from tests.support.distributed import environment, make_test, on_workers
+from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
 from tests.support.sharded_training import Net, sent_elements
@@ -46,11 +47,9 @@ SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""
 
 
-@contextlib.contextmanager
-def nodes_of(size: int, worker: int) -> Iterator[None]:
+def nodes_of(size: int, worker: int) -> Any:
     """What torchrun sets on nodes of this size."""
-    with environment(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(worker % size)):
-        yield
+    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(worker % size))
 
 
 def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -251,7 +250,8 @@ def test_unequal_nodes_use_one_level(worker: int, world_size: int) -> None:
         ("not set", "", ""),
     ):
         model = linear_stack()
-        with environment(LOCAL_WORLD_SIZE=size, LOCAL_RANK=index), logged("powersgd_triton") as messages:
+        variables = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=size, LOCAL_RANK=index)
+        with variables, logged("powersgd_triton") as messages:
             got = training(model, worker, state_for(model, matrix_approximation_rank=WIDTH), range(2))
         about = [text for _, text in messages if "node" in text]
         assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT

@@ -174,7 +174,7 @@ DAMAGE: dict[str, Callable[[Saved], Any]] = {
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -> None:
     def prepared(steps: int) -> tuple[nn.Module, PowerSGDState]:
-        model = linear_stack(2, WIDTH)
+        model = linear_stack(2)
         state = state_for(model, kind)
         training(model, 0, state, range(steps))
         return model, state

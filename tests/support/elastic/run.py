@@ -10,11 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tests.support.distributed import environment, forkserver
+from tests.support.distributed import forkserver
 from tests.support.elastic.trainers import worker
 from tests.support.elastic.worker import SHAPES, WORKERS, Scenario
 
@@ -50,7 +51,7 @@ def run(scenario: Scenario) -> Outcome:
     from torchft.coordination import LighthouseServer
 
     milliseconds = int(1000 * scenario.heartbeat)
-    with tempfile.TemporaryDirectory() as folder, environment(OMP_NUM_THREADS="1"):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         server = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=15000, quorum_tick_ms=20,
             heartbeat_timeout_ms=milliseconds,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.schemes import factors
 from tests.support.faults.peers import refused_step
-from tests.support.faults.saved import bytes_of, resume
+from tests.support.faults.saved import resume, unchanged
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
 
 TIMEOUT = datetime.timedelta(seconds=1)
@@ -38,15 +38,13 @@ def _check_said(trainer: Trainer, said: str, own: str, others: str, victim: bool
 @contextlib.contextmanager
 def _refused(trainer: Trainer, own: str, others: str, victim: bool) -> Iterator[None]:
     """What is done here must raise such an error, and leave the running state as it is."""
-    before = bytes_of(trainer.state.error()), trainer.state.iter
-    try:
-        yield
-    except (ValueError, DisagreementError) as error:
-        _check_said(trainer, f"{type(error).__name__}: {error}", own, others, victim)
-    else:
-        trainer.lost.append("what one worker refused was done")
-    if (bytes_of(trainer.state.error()), trainer.state.iter) != before:
-        trainer.lost.append("what was refused has changed the running state")
+    with unchanged(trainer):
+        try:
+            yield
+        except (ValueError, DisagreementError) as error:
+            _check_said(trainer, f"{type(error).__name__}: {error}", own, others, victim)
+        else:
+            trainer.lost.append("what one worker refused was done")
 
 
 def file_refused(trainer: Trainer, folder: Path) -> None:

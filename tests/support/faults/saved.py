@@ -1,8 +1,9 @@
-"""Faults around saved states."""
+"""Saved states between the steps, and faults around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ from torch import Tensor
 
 from powersgd_triton import checkpoint
 from tests.support.faults.trainer import Trainer
-
-# Saved states ---------------------------------------------------------------------------------------------------------
 
 
 def resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
@@ -45,20 +44,13 @@ def resumed_uncompressed(trainer: Trainer, folder: Path) -> None:
     trainer.step()
 
 
-def _refused(trainer: Trainer, path: Path, original: dict[str, Any]) -> None:
-    """Whether a file is refused, or else gives what was saved, and the running state stays as it is."""
-    before = bytes_of(trainer.state.error())
-    try:
-        loaded = checkpoint.load(path)
-    except ValueError:
-        loaded = original
-    if checkpoint.flatten(loaded)[1] != checkpoint.flatten(original)[1] or bytes_of_state(loaded) != bytes_of_state(
-        original
-    ):
-        trainer.lost.append(f"a damaged file was loaded: {path.name}")
-    if bytes_of(trainer.state.error()) != before:
-        trainer.lost.append("a refused file has changed the running state")
-    trainer.step()
+@contextlib.contextmanager
+def unchanged(trainer: Trainer) -> Iterator[None]:
+    """What is refused here must leave the running state as it is."""
+    before = bytes_of(trainer.state.error()), trainer.state.iter
+    yield
+    if (bytes_of(trainer.state.error()), trainer.state.iter) != before:
+        trainer.lost.append("what was refused has changed the running state")
 
 
 def bytes_of(named: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -66,8 +58,13 @@ def bytes_of(named: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: tensor.contiguous().view(-1).view(torch.uint8).tolist() for name, tensor in named.items()}
 
 
-def bytes_of_state(state: dict[str, Any]) -> dict[str, list[int]]:
-    return bytes_of(checkpoint.flatten(state)[0])
+def _refused(trainer: Trainer, path: Path, original: dict[str, Any]) -> None:
+    """A file is refused, or else gives what was saved."""
+    with unchanged(trainer), contextlib.suppress(ValueError):
+        (tensors, rest), (saved, others) = map(checkpoint.flatten, (checkpoint.load(path), original))
+        if rest != others or bytes_of(tensors) != bytes_of(saved):
+            trainer.lost.append(f"a damaged file was loaded: {path.name}")
+    trainer.step()
 
 
 def _damage(trainer: Trainer, folder: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -115,13 +112,7 @@ def foreign_state(trainer: Trainer, folder: Path) -> None:
         matrices[name] = {part: torch.zeros(3, 3) for part in matrices[name]}
     else:
         other["format_version"] = 999
-    before = bytes_of(trainer.state.error())
-    try:
+    with unchanged(trainer), contextlib.suppress(ValueError):
         trainer.state.load_state_dict(other)
-    except ValueError:
-        pass
-    else:
         trainer.lost.append(f"a {kind} state was loaded")
-    if bytes_of(trainer.state.error()) != before:
-        trainer.lost.append("a refused state has changed the running one")
     trainer.step()
