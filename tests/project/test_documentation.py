@@ -17,8 +17,7 @@ import pytest
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState
-from tests.support.pages import DOCS, FENCE, PAGES, README, name_of, snippets
-from tests.support.programs import ROOT, output_of
+from tests.support.programs import DOCS, FENCE, PAGES, README, ROOT, name_of, output_of, snippets
 
 README_BYTES = 8_000
 

@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import make_test, run_cases
-from tests.support.pages import DOCS, PAGES, name_of, snippets
-from tests.support.programs import ROOT, output_of
+from tests.support.programs import DOCS, PAGES, ROOT, name_of, output_of, snippets
 
 ON_CPUS = {
     '"cuda"': '"cpu"',

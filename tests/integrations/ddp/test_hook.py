@@ -161,10 +161,8 @@ def batched(worker: int, world_size: int) -> None:
         return hook(state, bucket)
 
     expected = training(linear_stack(), worker, None, STEPS)
-    check_runs(
-        training(linear_stack(), worker, state_of(None, 1000, start_powerSGD_iter=2), STEPS, hook=hook), expected
-    )
-    state = state_of(None, RANK, start_powerSGD_iter=2)
+    full, state = (state_of(None, rank, start_powerSGD_iter=2) for rank in (1000, RANK))
+    check_runs(training(linear_stack(), worker, full, STEPS, hook=hook), expected)
     run = training(linear_stack(), worker, state, range(20), hook=noting)
     check_same(run.gradients[-1].values())
     assert len(sizes) > 1

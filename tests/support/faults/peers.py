@@ -20,13 +20,13 @@ from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import schedule
-from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.distributed import run_cases
 from tests.support.exchanges import bytes_decide
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
 from tests.support.faults.local import LOST, Local
 from tests.support.faults.local_events import after
+from tests.support.faults.saved import refused_step
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
 PATIENCE = 240.0
@@ -60,23 +60,6 @@ def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     state = trainer.new_state(**fields)
     state.iter += steps
     refused_step(trainer, state, DisagreementError)
-
-
-def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> str:
-    """A backward pass with another state, which is refused, and how; then the step with the trainer's own."""
-    own, trainer.state, said = trainer.state, state, "nothing"
-    try:
-        assert trainer.replica is not None
-        trainer.optimizer.zero_grad()
-        trainer.replica(trainer.gradients()).backward()
-    except expected as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        trainer.lost.append("workers have trained with a state that was to be refused")
-    trainer.state = own
-    trainer.wrap(trainer.setting.cap)
-    trainer.step()
-    return said
 
 
 def other_tensors(trainer: Trainer, folder: Path) -> None:

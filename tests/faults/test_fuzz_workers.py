@@ -1,4 +1,4 @@
-"""Random training through the DDP hook on gloo workers: nothing is lost on the way between gradients and averages."""
+"""Random training on gloo workers, through the DDP hook and in local steps: whatever happens, nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from tests.support.checks import live_bytes
 from tests.support.distributed import HUNG, run
-from tests.support.faults import episodes, saved
+from tests.support.faults import episodes, local_events, saved
+from tests.support.faults.local import Local
+from tests.support.faults.local_events import takes_steps
 from tests.support.faults.trainer import BIASES, SHAPES, Gradients, Setting, Trainer
 
 
@@ -116,3 +118,29 @@ def stays_flat(worker: int, workers: int, folder: str) -> None:
 @pytest.mark.slow
 def test_memory_stays_flat_in_a_long_run_with_faults(tmp_path: Path) -> None:
     run(stays_flat, 2, str(tmp_path), timeout=2 * HUNG)
+
+
+def runs_of_local_steps(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
+    """Let random things happen, and keep the books."""
+    for seed in seeds:
+        dice, seen = random.Random(seed), list[str]()
+        local = Local(worker, workers, dice)
+        local.begin()
+        try:
+            for event in dice.choices(local_events.EVENTS, k=12):
+                seen.append(event.__name__)
+                event(local, Path(folder))
+                takes_steps(local, Path(folder))
+                if dice.random() < 0.5:
+                    local.audit()
+                assert not local.lost + local.poisoned
+            local.audit()
+            assert not local.lost + local.poisoned
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, {local.config}, {local.setting}: {seen}: {local.lost}") from error
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_nothing_is_lost_in_local_steps(workers: int, seeds: range, tmp_path: Path) -> None:
+    run(runs_of_local_steps, workers, seeds, str(tmp_path), timeout=2 * HUNG)
