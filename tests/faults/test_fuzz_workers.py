@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,23 +47,40 @@ EVENTS = [
 ]
 
 
+def let_happen(
+    trainer: Any,
+    seed: int,
+    events: Sequence[Any],
+    folder: Path,
+    share: float,
+    then: Callable[[Any, Path], None] = lambda *_: None,
+) -> None:
+    """Events, each with something after it, and an audit after a share of them and at the end."""
+    seen = list[str]()
+    try:
+        for event in events:
+            seen.append(event.__name__)
+            event(trainer, folder)
+            then(trainer, folder)
+            if trainer.dice.random() < share:
+                trainer.audit()
+            assert not trainer.lost + trainer.poisoned
+        trainer.audit()
+        assert not trainer.lost + trainer.poisoned
+    except BaseException as error:
+        raise AssertionError(
+            f"seed {seed}, {trainer.state.config}, {trainer.setting}: {seen}: {trainer.lost}"
+        ) from error
+
+
 def runs(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
     """Let random things happen, and keep the ledger."""
     several = skipped = False
     for seed in seeds:
-        dice, seen = random.Random(seed), list[str]()
+        dice = random.Random(seed)
         trainer = Trainer(worker, workers, dice)
         trainer.begin(Setting.vary(dice))
-        try:
-            for event in dice.choices(EVENTS, k=25):
-                seen.append(event.__name__)
-                event(trainer, Path(folder))
-                if dice.random() < 0.3:
-                    trainer.audit()
-            trainer.audit()
-            assert not trainer.lost + trainer.poisoned
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}, {trainer.setting}: {seen}: {trainer.lost}") from error
+        let_happen(trainer, seed, dice.choices(EVENTS, k=25), Path(folder), 0.3)
         several |= len(trainer.buckets) > 1
         skipped |= bool(trainer.skipped)
         trainer.unwrap()
@@ -123,21 +141,10 @@ def test_memory_stays_flat_in_a_long_run_with_faults(tmp_path: Path) -> None:
 def runs_of_local_steps(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
     """Let random things happen, and keep the books."""
     for seed in seeds:
-        dice, seen = random.Random(seed), list[str]()
+        dice = random.Random(seed)
         local = Local(worker, workers, dice)
         local.begin()
-        try:
-            for event in dice.choices(local_events.EVENTS, k=12):
-                seen.append(event.__name__)
-                event(local, Path(folder))
-                takes_steps(local, Path(folder))
-                if dice.random() < 0.5:
-                    local.audit()
-                assert not local.lost + local.poisoned
-            local.audit()
-            assert not local.lost + local.poisoned
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}, {local.config}, {local.setting}: {seen}: {local.lost}") from error
+        let_happen(local, seed, dice.choices(local_events.EVENTS, k=12), Path(folder), 0.5, takes_steps)
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 200), marks=pytest.mark.slow)])

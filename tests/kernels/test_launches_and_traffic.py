@@ -24,6 +24,7 @@ from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes.quantized_mean import Exchange, summed
 from tests.support.checks import everything, gradients
 from tests.support.device import INTERPRETED
+from tests.support.interpreter import CHECKED, watched
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 
@@ -73,8 +74,6 @@ def steps(
 
     The averages are written to the gradients, or to the parts that ``cut(name, gradient)`` returns.
     """
-    from tests.support.interpreter import watched
-
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
     engine = new_engine(config, communicator or Communicator(), lambda: named)
@@ -128,7 +127,6 @@ def test_every_adapter_launches_as_much_for_many_matrices(fields: dict[str, Any]
 @pytest.mark.parametrize("quantize", ["int8", "ternary"])
 def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(quantize: str):
     """The last worker's part is short."""
-    from tests.support.interpreter import watched
 
     def averaged(M: Tensor, exchange: Exchange) -> Iterator[object]:
         messages = yield from summed(M, exchange)
@@ -195,8 +193,6 @@ def test_narrow_messages_move_little_beside_the_step(algorithm: str, wire_dtype:
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
     """Offsets from an argument have 32 bits on AMD, so only an address leads to other memory. No integer overflows."""
-    from tests.support.interpreter import CHECKED, watched
-
     shapes = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
     compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), shapes)
     spaces: list[tuple[int, int]] = []

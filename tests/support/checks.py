@@ -93,6 +93,22 @@ def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> Non
     assert all(same_bits(parts, other["matrices"][name]) for name, parts in one["matrices"].items())
 
 
+GONE = object()
+
+
+def put(value: Any, path: str, junk: Any) -> Any:
+    """A copy of nested mappings and lists with something else at "key/index/…", or without it if that is ``GONE``."""
+    key, _, rest = path.partition("/")
+    if not path:
+        return junk
+    copied = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    found = next((k for k in copied if str(k) == key), key)
+    copied[found] = put(copied.get(found), rest, junk)
+    if copied[found] is GONE:
+        del copied[found]
+    return copied if isinstance(value, Mapping) else [*copied.values()]
+
+
 def bases(compressor: Compressor) -> dict[str, Tensor]:
     return {name: parts["basis"] for name, parts in compressor.state_dict()["matrices"].items()}
 
