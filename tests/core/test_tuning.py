@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
-import types
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from powersgd_triton.planning import cost, tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
+from tests.support.checks import set_times
 from tests.support.checks import step as averaged
 from tests.support.distributed import outcome, run_cases
 from tests.support.training import backward, digest, gradients_of, linear_stack
@@ -52,13 +51,6 @@ def train(compressor: Compressor, worker: int, steps: range) -> list[bool]:
 def cheap(*formats: str) -> Any:
     """A trial that finds everything but these formats costly."""
     return lambda kind, *_: ComputeTime((1e-5 if kind.quantize in formats else 1.0,) * 3)
-
-
-def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial: Any) -> None:
-    """Let a network be measured, a clock that moves on by so many seconds when it is read, and trials."""
-    patch.setattr(tuning, "measure_network", lambda *_: network)
-    patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
-    patch.setattr(tuning, "time_compute", trial)
 
 
 def quantized(worker: int, world_size: int) -> list[Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-import types
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import time_compute
 from tests.support import tensor_parallel
-from tests.support.checks import same_bits
+from tests.support.checks import same_bits, set_times
 from tests.support.sharded_training import (
     RANK_2,
     Net,
@@ -128,9 +126,8 @@ def settled(worker: int, world_size: int) -> None:
             found[str(fields)] = state._engine.plan.settled
         numel = sum(parameter.numel() for parameter in Net().parameters())
         # Not quantized gradients where they are not supported.
-        patch.setattr(tuning, "measure_network", lambda *_: Network(2, card=4.0 * numel))
-        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
-        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3))
+        cheap = lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3)  # noqa: E731
+        set_times(patch, Network(2, card=4.0 * numel), 1.0, cheap)
         split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
         state = apply_powersgd(split, PowerSGDConfig(compression="auto"))
         train(split, worker // 2, range(6))

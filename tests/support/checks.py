@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.planning import tuning
+from powersgd_triton.planning.cost import Network
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "linear": (24, 18),
@@ -111,6 +116,13 @@ def put(value: Any, path: str, junk: Any) -> Any:
 
 def bases(compressor: Compressor) -> dict[str, Tensor]:
     return {name: parts["basis"] for name, parts in compressor.state_dict()["matrices"].items()}
+
+
+def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial: Any) -> None:
+    """Let "auto" measure a network, a clock that moves on by so many seconds when it is read, and trials."""
+    patch.setattr(tuning, "measure_network", lambda *_: network)
+    patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
+    patch.setattr(tuning, "time_compute", trial)
 
 
 def random_states() -> tuple[Any, ...]:

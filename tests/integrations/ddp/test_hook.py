@@ -29,6 +29,7 @@ from tests.support.training import (
     LIMIT,
     MANY,
     WIDTH,
+    Gradients,
     Run,
     batch,
     complaint,
@@ -44,9 +45,7 @@ from tests.support.training import (
 )
 from tests.support.wrappers import Wrapped
 
-STEPS = range(4)
-RANK = 2
-SCALE = 8.0
+STEPS, RANK, SCALE = range(4), 2, 8.0
 
 
 def state_of(model: nn.Module | None, rank: int = WIDTH, **settings: Any) -> PowerSGDState:
@@ -66,6 +65,17 @@ def replicated(model: nn.Module, state: PowerSGDState, hook: Any = powerSGD_hook
     # DDP looks at the names of hooks.
     replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
     return replica
+
+
+def check_averages(replica: Any, own: Gradients, allowed: float, dtype: torch.dtype = torch.float32) -> None:
+    """That averages of some steps are the means of the workers' own gradients."""
+    for step in range(3):
+        replica.zero_grad()
+        inputs, targets = batch(dist.get_rank(), step)
+        # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
+        (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
+        for name, gradient in gradients_of(replica.module).items():
+            assert relative(gradient, total(own[name]) / dist.get_world_size()) <= allowed, (dtype, step, name)
 
 
 COLLECTIVES = (
@@ -201,15 +211,9 @@ def dtypes(worker: int, world_size: int) -> None:
         model = linear_stack(3).to(dtype)
         own = local_gradients(model)
         replica = replicated(model, state_of(model), hook)
-        for step in range(3):
-            model.zero_grad()
-            inputs, targets = batch(worker, step)
-            # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
-            (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
-            for name, gradient in gradients_of(model).items():
-                # Rounded before and after; the workers' gradients may cancel.
-                allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-                assert relative(gradient, total(own[name]) / world_size) <= allowed, (dtype, wire, name)
+        # Rounded before and after; the workers' gradients may cancel.
+        allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        check_averages(replica, own, allowed, dtype)
 
 
 def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
@@ -226,12 +230,7 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
         return future
 
     replica.register_comm_hook(state_of(model), hook)
-    for step in range(3):
-        replica.zero_grad()
-        inputs, targets = batch(worker, step)
-        squared_error(replica(inputs), targets).backward()
-        for name, gradient in gradients_of(model).items():
-            assert relative(gradient, total(own[name]) / world_size) <= LIMIT, (step, name)
+    check_averages(replica, own, LIMIT)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:
