@@ -209,6 +209,14 @@ def forkserver() -> Any:
     return context
 
 
+def regroup(store: Path, rank: int, world_size: int, seconds: float) -> None:
+    """Make a default group in place of the one that there is, which may be broken."""
+    with contextlib.suppress(RuntimeError, AssertionError):
+        dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+
+
 @contextlib.contextmanager
 def folder(worker: int) -> Iterator[str]:
     """An empty one, the same on all workers."""
