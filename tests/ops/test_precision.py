@@ -49,15 +49,18 @@ def test_bits_do_not_depend_on_what_is_allowed(fields: dict[str, Any], dtype: to
 
 
 @pytest.mark.parametrize("allowed", ["tf32", "none", "ieee"])
-def test_tf32_is_off_in_products_only(allowed: str, monkeypatch: pytest.MonkeyPatch):
+def test_tf32_is_off_in_products_only(allowed: str):
     """On a CUDA device, whose settings exist without one."""
     seen = []
     settings: Any = torch.backends.cuda.matmul
-    monkeypatch.setattr(settings, "fp32_precision", allowed)
-    with contextlib.suppress(KeyError), full_precision(torch.device("cuda", 0)):
+    before, settings.fp32_precision = settings.fp32_precision, allowed
+    try:
+        with contextlib.suppress(KeyError), full_precision(torch.device("cuda", 0)):
+            seen.append(settings.fp32_precision)
+            raise KeyError
         seen.append(settings.fp32_precision)
-        raise KeyError
-    seen.append(settings.fp32_precision)
+    finally:
+        settings.fp32_precision = before
     assert seen == ["ieee" if allowed == "tf32" else allowed, allowed]
 
 
@@ -80,7 +83,7 @@ def test_older_settings_can_be_read_meanwhile(precision: str):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_the_last_of_several_threads_gives_the_settings_back(monkeypatch: pytest.MonkeyPatch):
+def test_the_last_of_several_threads_gives_the_settings_back():
     settings: Any = torch.backends.cuda.matmul
     begun, others = threading.Event(), threading.Event()
 
@@ -89,7 +92,7 @@ def test_the_last_of_several_threads_gives_the_settings_back(monkeypatch: pytest
             begun.set()
             others.wait(10)
 
-    monkeypatch.setattr(settings, "fp32_precision", "tf32")
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
     thread = threading.Thread(target=product)
     try:
         with full_precision(torch.device("cuda", 0)):
@@ -101,3 +104,4 @@ def test_the_last_of_several_threads_gives_the_settings_back(monkeypatch: pytest
         assert (during, settings.fp32_precision) == ("ieee", "tf32")
     finally:
         others.set()
+        settings.fp32_precision = before
