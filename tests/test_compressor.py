@@ -1,11 +1,13 @@
-"""A compressor's steps in one process: what is conserved, and what each mode keeps."""
+"""A compressor's steps in one process: what is conserved, what each mode keeps, and what is refused without a trace."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from tests.support.checks import COMPRESSED, DTYPES, SHAPES, everything, gradients, poisoned, same_bits, step, trained
@@ -101,3 +103,131 @@ def test_compression_stats_count_what_travels_if_anything():
     empty = Compressor(everything(), {"e": (0, 3), "f": (4, 0)})
     assert step(empty, {"e": torch.zeros(0, 3), "f": torch.zeros(4, 0)})["f"].shape == (4, 0)
     assert empty.error() == {}
+
+
+Named = dict[str, Any]
+TOTAL = sum(tensor.numel() for tensor in poisoned().values())
+
+
+def with_one(name: str, tensor: Any) -> Callable[[Named], Any]:
+    return lambda given: {**given, name: tensor}
+
+
+def flat(given: Named) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in given.values()])
+
+
+# Wrong gradients, the exception, and what its message must name: what was expected, and what came.
+BAD: dict[str, tuple[Callable[[Named], Any], type[Exception], tuple[str, ...]]] = {
+    "integers": (with_one("linear", torch.ones(24, 18, dtype=torch.int64)), TypeError, ("linear", "float", "int64")),
+    "complex": (with_one("bias", torch.ones(18, dtype=torch.complex64)), TypeError, ("bias", "float", "complex64")),
+    "other shape": (with_one("linear", torch.ones(24, 17)), ValueError, ("linear", "(24, 18)", "(24, 17)")),
+    "other shape, same size": (with_one("conv", torch.ones(8, 27)), ValueError, ("conv", "(8, 3, 3, 3)", "(8, 27)")),
+    "other dtype": (with_one("linear", torch.ones(24, 18).half()), TypeError, ("linear", "float32", "float16")),
+    "other device": (with_one("twin", torch.ones(24, 18, device="meta")), ValueError, ("twin", "cpu", "meta")),
+    "sparse": (with_one("linear", torch.ones(24, 18).to_sparse()), TypeError, ("linear", "dense", "sparse")),
+    "not a tensor": (with_one("linear", [1.0]), TypeError, ("linear", "tensor", "list")),
+    "None": (with_one("linear", None), TypeError, ("linear", "tensor", "NoneType")),
+    "name missing": (lambda given: {key: given[key] for key in given if key != "conv"}, ValueError, ("conv",)),
+    "all names missing": (lambda _: {}, ValueError, ("linear", f"{len(SHAPES)} of {len(SHAPES)}")),
+    "name unknown": (with_one("other", torch.ones(2)), ValueError, ("other",)),
+    "list too short": (lambda given: list(given.values())[:-1], ValueError, ("8", "7")),
+    "list in another order": (lambda given: list(given.values())[::-1], ValueError, ("linear", "(24, 18)", "(0, 5)")),
+    "flat buffer too short": (lambda given: flat(given)[1:], ValueError, (str(TOTAL), str(TOTAL - 1))),
+    "flat buffer of two dimensions": (lambda given: flat(given)[None], ValueError, (str(TOTAL), f"(1, {TOTAL})")),
+    "flat buffer with strides": (lambda given: flat(given).repeat(2)[::2], ValueError, ("contiguous", "(2,)")),
+    "flat buffer of integers": (lambda given: flat(given).long(), TypeError, ("float", "int64")),
+    "flat buffer of another dtype": (lambda given: flat(given).bfloat16(), TypeError, ("float32", "bfloat16")),
+    "flat buffer elsewhere": (lambda given: flat(given).to("meta"), ValueError, ("cpu", "meta")),
+    "nothing": (lambda _: None, TypeError, ()),
+}
+
+
+def assert_refused(name: str, function: Callable[..., Any], *args: Any) -> None:
+    _, kind, says = BAD[name]
+    with pytest.raises(kind) as caught:
+        function(*args)
+    assert all(word in str(caught.value) for word in says), (name, caught.value)
+
+
+def test_bad_gradients_are_refused_without_a_trace():
+    one, other = Compressor(everything(), gradients(0)), Compressor(everything(), gradients(0))
+    for seed in range(3):
+        for name, (make, *_) in BAD.items():
+            assert_refused(name, one.compress, make(gradients(seed)))
+            assert one.iteration == seed
+        assert same_bits(step(one, gradients(seed)), step(other, gradients(seed)))
+    assert same_bits(one.error(), other.error())
+    assert one.compression_stats() == other.compression_stats()
+
+
+def test_bad_outputs_are_refused_without_a_trace():
+    compressor = Compressor(everything(), gradients(0))
+    compressed = compressor.compress(gradients(0))
+    expected, given = poisoned(), gradients(1)
+    compressor.decompress(compressed, out=expected)
+    copies = {key: tensor.clone() for key, tensor in given.items()}
+    for name, (make, *_) in BAD.items():
+        # An output may have another dtype, and be left out.
+        if "dtype" not in name and name != "nothing":
+            assert_refused(name, compressor.decompress, compressed, make(given))
+            assert same_bits(given, copies), name
+    again = poisoned()
+    compressor.decompress(compressed, out=again)
+    assert same_bits(again, expected)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        other = poisoned(dtype=dtype)
+        compressor.decompress(compressed, out=other)
+        assert same_bits(other, {name: tensor.to(dtype) for name, tensor in expected.items()})
+    # Factors of an earlier step.
+    new = compressor.compress(gradients(1))
+    with pytest.raises(RuntimeError, match=r"step 1.*2"):
+        compressor.decompress(compressed, out=given)
+    assert same_bits(given, copies)
+    compressor.decompress(new, out=given)
+
+
+def test_expanded_tensors_are_compressed_but_not_written():
+    compressor = Compressor(everything(), gradients(0))
+    expanded = torch.ones(1, 18).expand(24, 18)
+    compressed = compressor.compress({**gradients(0), "linear": expanded})
+    for write in (compressor.decompress, compressor.leave_error):
+        given = poisoned()
+        with pytest.raises(ValueError, match="'linear' share memory"):
+            write(compressed, {**given, "linear": expanded})
+        assert all(tensor.isnan().all() for tensor in given.values())
+
+
+def test_the_first_step_decides_the_dtype_unless_it_is_refused():
+    compressor = Compressor(everything(), SHAPES)
+    with pytest.raises(ValueError, match="shape"):
+        compressor.compress({**gradients(0, dtype=torch.float64), "bias": torch.ones(3)})
+    with pytest.raises(ValueError, match="'twin' must be on cpu; got meta"):
+        compressor.compress({**gradients(0), "twin": torch.ones(24, 18, device="meta")})
+    assert compressor.iteration == 0
+    step(compressor, gradients(0, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"bfloat16.*float32"):
+        compressor.compress(gradients(1))
+    assert compressor.iteration == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "group", "error", "says"),
+    [
+        *((config, SHAPES, None, TypeError, "PowerSGDConfig") for config in (None, {"rank": 4}, 4, PowerSGDConfig)),
+        (PowerSGDConfig(), {"w": (4, -1)}, None, ValueError, r"'w'.*\(4, -1\)"),
+        (PowerSGDConfig(), {"w": torch.ones(4, 4, dtype=torch.int32)}, None, TypeError, "'w'.*float.*int32"),
+        (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, None, TypeError, "'w'.*dense"),
+        (PowerSGDConfig(), SHAPES, object(), RuntimeError, "init_process_group"),
+    ],
+)
+def test_bad_arguments_at_construction(config: Any, tensors: Any, group: Any, error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        Compressor(config, tensors, group=group)
+
+
+def test_gradients_that_require_grad_are_only_read():
+    compressor, plain = Compressor(everything(), SHAPES), Compressor(everything(), SHAPES)
+    given = {name: tensor.requires_grad_() for name, tensor in gradients(0).items()}
+    assert same_bits(step(compressor, given), step(plain, gradients(0)))
+    assert not any(tensor.requires_grad for tensor in compressor.error().values())

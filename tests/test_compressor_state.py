@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ import torch
 from powersgd_triton import Compressor, checkpoint
 from tests.support.checks import (
     DTYPES,
+    GONE,
     MODES,
     SHAPES,
     assert_equal_states,
     everything,
     gradients,
+    put,
     same_bits,
     step,
     trained,
@@ -114,54 +115,47 @@ def test_states_are_taken_as_they_come():
     assert forgetful.error() == {}
 
 
-def put(name: str, key: str, value: Any) -> Callable[[Saved], Any]:
-    return lambda state: state["matrices"][name].__setitem__(key, value)
-
-
-def replace(key: str, value: Any) -> Callable[[Saved], Any]:
-    return lambda state: state.__setitem__(key, value)
-
-
-CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
-    "a later version": replace("format_version", 99),
-    "no version": lambda state: state.pop("format_version"),
-    "no matrices": lambda state: state.pop("matrices"),
-    "iteration is text": replace("iteration", "x"),
-    "iteration is a fraction": replace("iteration", 2.5),
-    "matrices is None": replace("matrices", None),
-    "matrix is None": lambda state: state["matrices"].__setitem__("linear", None),
-    "matrix missing": lambda state: state["matrices"].pop("linear"),
-    "matrix too many": lambda state: state["matrices"].__setitem__("other", state["matrices"]["linear"]),
-    "matrix renamed": lambda state: state["matrices"].__setitem__("other", state["matrices"].pop("linear")),
-    "no basis": lambda state: state["matrices"]["linear"].pop("basis"),
-    "no error": lambda state: state["matrices"]["linear"].pop("error"),
-    "basis is not a tensor": put("twin", "basis", [1.0]),
-    "basis of one dimension": put("twin", "basis", torch.zeros(18)),
-    "basis without columns": put("twin", "basis", torch.zeros(18, 0)),
-    "basis of integers": put("twin", "basis", torch.ones(18, 2, dtype=torch.int64)),
-    "basis not finite": put("twin", "basis", torch.full((18, 2), float("nan"))),
-    "basis of 8 bits": put("twin", "basis", torch.ones(18, 2).to(torch.float8_e5m2)),
-    "basis sparse": put("twin", "basis", torch.ones(18, 2).to_sparse()),
-    "basis without memory": put("twin", "basis", torch.ones(18, 2, device="meta")),
-    "basis expanded": put("twin", "basis", torch.ones(1, 2).expand(18, 2)),
-    "error expanded": put("twin", "error", torch.ones(()).expand(24, 18)),
-    "error of overlapping rows": put("twin", "error", torch.ones(60).as_strided((24, 18), (1, 1))),
-    "sizes of another fingerprint": lambda state: state["tensors"].update(bias=[1, 19, 0]),
-    "sizes have numbers as names": lambda state: state["tensors"].update({3: [1, 1, 0]}),
-    "error with other rows": put("twin", "error", torch.zeros(23, 18)),
-    "error that would broadcast": put("twin", "error", torch.ones(24, 1)),
-    "error of integers": put("twin", "error", torch.ones(24, 18, dtype=torch.int64)),
-    "error not finite": put("twin", "error", torch.full((24, 18), float("inf"))),
-}
+# (place in a saved state, what it must not be)
+CORRUPTIONS: list[tuple[str, Any]] = [
+    ("format_version", 99),
+    ("format_version", GONE),
+    ("iteration", "x"),
+    ("iteration", 2.5),
+    ("matrices", GONE),
+    ("matrices", None),
+    ("matrices/linear", GONE),
+    ("matrices/linear", None),
+    ("matrices/other", {"basis": torch.ones(18, 2), "error": torch.zeros(24, 18)}),
+    ("matrices/linear/basis", GONE),
+    ("matrices/linear/error", GONE),
+    ("matrices/twin/basis", [1.0]),
+    ("matrices/twin/basis", torch.zeros(18)),
+    ("matrices/twin/basis", torch.zeros(18, 0)),
+    ("matrices/twin/basis", torch.ones(18, 2, dtype=torch.int64)),
+    ("matrices/twin/basis", torch.full((18, 2), float("nan"))),
+    ("matrices/twin/basis", torch.ones(18, 2).to(torch.float8_e5m2)),
+    ("matrices/twin/basis", torch.ones(18, 2).to_sparse()),
+    ("matrices/twin/basis", torch.ones(18, 2, device="meta")),
+    ("matrices/twin/basis", torch.ones(1, 2).expand(18, 2)),
+    ("matrices/twin/error", torch.ones(()).expand(24, 18)),
+    # Rows that overlap, other rows, and what would broadcast.
+    ("matrices/twin/error", torch.ones(60).as_strided((24, 18), (1, 1))),
+    ("matrices/twin/error", torch.zeros(23, 18)),
+    ("matrices/twin/error", torch.ones(24, 1)),
+    ("matrices/twin/error", torch.ones(24, 18, dtype=torch.int64)),
+    ("matrices/twin/error", torch.full((24, 18), float("inf"))),
+    # Sizes of another fingerprint.
+    ("tensors/bias", [1, 19, 0]),
+]
 FOREIGN: dict[str, Any] = {"nothing": {}, "a model": {"model": {"w": torch.zeros(2)}}, "a list": [1], "None": None}
 
 
 def test_corrupted_and_foreign_states_are_refused_without_a_trace():
     saved = trained(steps=3).state_dict()
-    states = FOREIGN.copy()
-    for name, corrupt in CORRUPTIONS.items():
-        states[name] = copy.deepcopy(saved)
-        corrupt(states[name])
+    states = FOREIGN | {f"{n}, {place}": put(saved, place, junk) for n, (place, junk) in enumerate(CORRUPTIONS)}
+    without, linear = put(saved, "matrices/linear", GONE), saved["matrices"]["linear"]
+    states["a matrix is renamed"] = put(without, "matrices/other", linear)
+    states["sizes have numbers as names"] = put(saved, "tensors", {**saved["tensors"], 3: [1, 1, 0]})
     for steps in (0, 5):
         compressor = trained(steps)
         for name, state in states.items():

@@ -1,24 +1,36 @@
-"""Workers that do not do the same are told so, all of them, instead of hanging or training on garbage."""
+"""Workers that do not do the same, or of which one alone meets something or gives a wrong argument: all are told."""
 
 from __future__ import annotations
 
+import datetime
 import logging
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.comm.agreement import DIFFERENT_BITS
 from powersgd_triton.config import logger
 from powersgd_triton.core import buckets, facts
+from powersgd_triton.integrations import fsdp1, optimizer
+from powersgd_triton.integrations.ddp import PowerSGDState
+from powersgd_triton.integrations.fsdp2 import apply_powersgd
+from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops import torch_backend
-from tests.support.checks import gradients
-from tests.support.distributed import on_workers
-from tests.support.sharded_training import Net, hybrid, hybrid_mesh
-from tests.support.sharded_training import train as train_sharded
-from tests.support.small import complaint
+from tests.support.checks import everything, gradients, step
+from tests.support.distributed import folder, on_workers
+from tests.support.sharded_training import Net, full_mesh, hybrid, hybrid_mesh, sharded, train
+from tests.support.training import RANK_2, backward, complaint, linear_stack
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
 CONFIG: dict[str, Any] = {"rank": 2, "min_compression_rate": 0}
@@ -111,19 +123,138 @@ def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: in
     mesh = hybrid_mesh(2, 2)
     config = PowerSGDConfig(rank=2 + mesh["shard"].get_local_rank(), min_compression_rate=1)
     module, _ = hybrid(Net(), mesh, config)
-    said = complaint(train_sharded, module, worker, steps=range(1))
+    said = complaint(train, module, worker, steps=range(1))
     assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in config.rank: 3 instead of 2")
     assert "worker 3 differs" in said
     # Shards have factors and plans of their own, which only their replicas share.
     dist.barrier()
     config = PowerSGDConfig(compression=3, min_compression_rate=1, replan_every=1, check_every=1)
     module, state = hybrid(Net(), hybrid_mesh(2, 2), config)
-    train_sharded(module, worker, steps=range(4))
+    train(module, worker, steps=range(4))
     plans = [""] * world_size
     dist.all_gather_object(plans, str(state.report()))
     assert plans[0] == plans[2] != plans[1] == plans[3]
     if worker == 3:
         next(iter(state._engine.buckets.in_use())).basis.add_(1.0)
-    said = complaint(train_sharded, module, worker, steps=range(4, 6))
+    said = complaint(train, module, worker, steps=range(4, 6))
     assert "workers do not agree" in said
     assert "of the bucket of" in said
+
+
+FOUR = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
+VICTIM = 1
+WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
+
+
+def steps(compressor: Compressor, numbers: range) -> list[dict[str, Tensor]]:
+    return [step(compressor, gradients(100 * number + dist.get_rank(), FOUR)) for number in numbers]
+
+
+@on_workers(*WORLD_SIZES)
+def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
+    """What a rank function returns is compared, where DDP without ``module=`` meets a parameter late, too."""
+
+    def rank(name: str, shape: Any) -> int:
+        return 3 if worker == VICTIM and (name == "c" or (name.isdecimal() and int(name) > 6)) else 2
+
+    state = PowerSGDState(None, **{**RANK_2, "matrix_approximation_rank": rank})
+    for said in (
+        complaint(steps, Compressor(PowerSGDConfig(rank=rank, min_compression_rate=0), FOUR), range(1)),
+        complaint(backward(linear_stack(), state, find_unused_parameters=True)),
+    ):
+        assert re.search("worker 1 differs from worker 0 in rank of '.*': 3 instead of 2", said), said
+
+
+@on_workers(*WORLD_SIZES)
+def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
+    """Unpickling is no collective, so that the next step compares what was unpickled."""
+    model = linear_stack()
+    state = PowerSGDState(None, module=model, **RANK_2)
+    backward(model, state)()
+    content = pickle.dumps(state)
+    assert complaint(backward(model, pickle.loads(content))) == "nothing"
+    # The same step, configuration and tensors, but other bases.
+    forged = pickle.loads(content)
+    if worker == VICTIM:
+        for parts in forged._engine.residuals.loaded.matrices.values():
+            parts["basis"].neg_()
+    assert "worker 1 differs from worker 0 in saved parts of " in complaint(backward(model, forged))
+
+
+@on_workers(*WORLD_SIZES)
+def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
+    """One worker loads while the others step, save, or begin their first step. Nobody waits for a timeout."""
+    calls = {"first step": "a step", "step": "a step that waits for the others", "save": "state_dict"}
+    for what, call in calls.items():
+        group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+        compressor = Compressor(everything(), FOUR, group)
+        steps(compressor, range(0 if what == "first step" else 2))
+        saved = compressor.state_dict()
+        dist.barrier()
+        start = time.monotonic()
+        if worker == VICTIM:
+            said = complaint(compressor.load_state_dict, saved)
+        else:
+            said = complaint(compressor.state_dict) if what == "save" else complaint(steps, compressor, range(2, 4))
+        assert f"worker 1 is in load_state_dict and worker 0 in {call}: all workers must call it" in said
+        assert time.monotonic() - start < 30
+        # The next sum of the group would take the interrupted one's place on the other workers.
+        said = complaint(steps, compressor, range(4, 5))
+        assert ("interrupted an earlier step of this process group" in said) == (what == "step")
+        dist.barrier()
+
+
+TWO = {"a": (16, 12), "b": (5,)}
+Wrong = dict[str, list[Any]]
+MODELS: Wrong = {"model": [5, nn.Linear(4, 4)], "config": ["rank", PowerSGDConfig(bytes_per_step=1)]}
+ATTACHED: Wrong = {**MODELS, "rank": [0], "rnk": [4], "node_group": [5], "loss_scale": [5]}
+STATES: Wrong = {"state_dict": [5, {}, "nowhere"]}
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "DDP": lambda: DistributedDataParallel(nn.Linear(40, 40)),
+    "FSDP1": lambda: FullyShardedDataParallel(nn.Linear(40, 40), device_id=torch.device("cpu")),
+    "FSDP2": lambda: sharded(Net(), full_mesh(2)),
+}
+
+
+def calls(path: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], Wrong]]:
+    """(what all workers call, with what, and what instead on one worker)."""
+    for wrap in WRAPPERS.values():
+        yield attach, {"model": wrap()}, ATTACHED
+        state = attach(wrap(), rank=2)
+        yield from checkpoints(state, path)
+        yield state.load_state_dict, {"state_dict": state.state_dict()}, {**STATES, "rename": [5]}
+    yield apply_powersgd, {"model": WRAPPERS["FSDP2"](), "config": everything()}, {**MODELS, "replicate_group": [5]}
+    of_fsdp1 = {"fsdp_model": WRAPPERS["FSDP1"](), "config": everything()}
+    yield fsdp1.PowerSGDState, of_fsdp1, {"fsdp_model": [5], "config": [5]}
+    wrong: Wrong = {"model": [5], "config": [5], "every": [0], "delay": [-1], "group": [5], "node_group": [5]}
+    yield LocalSteps, {"model": nn.Linear(4, 4), "config": None}, {**wrong, "outer": [5], "optimizer": [5]}
+    steps = LocalSteps(nn.Linear(4, 4), None)
+    yield from checkpoints(steps, path)
+    yield steps.load_state_dict, {"state_dict": steps.state_dict()}, STATES
+    compressor, given = Compressor(everything(), TWO), gradients(0, TWO)
+    flat = list(given.values())
+    yield compressor.compress, {"gradients": given}, {"gradients": [{}, 5, {**given, "a": 5}, flat[:1], torch.ones(3)]}
+    saved = compressor.state_dict()
+    yield compressor.load_state_dict, {"state_dict": saved}, {**STATES, "strict": [False], "rename": [5]}
+    plain = optimizer.PowerSGD(flat, optimizer.Config(2))
+    yield plain.aggregate, {"gradients": flat}, {"gradients": [5, flat[:1], [flat[0].expand(2, 16, 12), 5]]}
+
+
+def checkpoints(state: Any, path: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], Wrong]]:
+    yield state.save, {"folder": path}, {"folder": [None]}
+    yield state.load, {"folder": path}, {"folder": [None, "nowhere", "a\0b"]}
+    yield state.load, {"folder": f"{path}/0", "missing_ok": True}, {"missing_ok": [False]}
+
+
+@on_workers(2)
+def test_all_workers_are_told(worker: int, world_size: int) -> None:
+    with folder(worker) as path:
+        for call, right, wrong in calls(path):
+            for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+                start = time.monotonic()
+                said = complaint(call, **{**right, **({name: value} if worker == 1 else {})})
+                assert said != "nothing", (call, name, value)
+                assert worker == 1 or "worker 1" in said, (call, name, value, said)
+                assert time.monotonic() - start < 30
+                dist.barrier()
+            assert complaint(call, **right) == "nothing", call

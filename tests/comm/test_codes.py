@@ -20,7 +20,7 @@ from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes import quantized as scheme
 from powersgd_triton.schemes.quantized_mean import Exchange, Shards, scattered_mean, summed
-from tests.support.lines import Line, communicate
+from tests.support.lines import Line, communicate, in_nodes
 from tests.support.thinned import thinned
 
 CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))
@@ -29,20 +29,11 @@ CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))
 
 def in_lockstep(run: Callable[[int, Line], Iterator[Any]], workers: int, node_size: int = 1) -> None:
     """Run what each worker does, one collective at a time."""
-    lines = [Line(index, workers) for index in range(workers)]
-    groups: list[list[Line]] = [lines]
-    if node_size > 1:
-        nodes = workers // node_size
-        insides = [[Line(index, node_size) for index in range(node_size)] for _ in range(nodes)]
-        across = [[Line(node, nodes) for node in range(nodes)] for _ in range(node_size)]
-        for worker, line in enumerate(lines):
-            node, index = divmod(worker, node_size)
-            line.inside, line.across = insides[node][index], across[index][node]
-        groups = [*insides, *across]
+    lines, levels = in_nodes(workers, node_size)
     running = [run(worker, line) for worker, line in enumerate(lines)]
     while running:
         running = [schedule for schedule in running if next(schedule, "done") != "done"]
-        for group in groups:
+        for group in levels or [lines]:
             communicate(group)
 
 

@@ -1,19 +1,29 @@
-"""Errors of tensors that are sent whole: one copy of them between steps, and the one that the verdict asks for."""
+"""The memory of errors of tensors that are sent whole, and the memory and the operations that a step takes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from powersgd_triton import Compressor
+from benchmarks.buckets import FilledBucket
+from benchmarks.shapes import SMALL_GRADIENT_SETS
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core import whole
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.ops import blocks
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import gradients, live_bytes
+from powersgd_triton.shapes import Shapes, gpt2
+from tests.support.checks import DTYPES, gradients, live_bytes
 from tests.support.distributed import on_workers
 
 INT4 = PowerSGDConfig(quantize="int4")
@@ -92,3 +102,105 @@ def test_errors_take_turns_in_two_memories() -> None:
         engine.average(bucket, gradients(0, SHAPES))
         errors += engine.residuals.whole._flat.values()
     assert len({E.data_ptr() for E in errors}) == 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "start_iter"),
+    [(1, torch.float32, 2), (8, torch.bfloat16, 0), (8, torch.float64, 0)],
+)
+def test_memory_is_one_buffer_and_the_factors(rank: int, dtype: torch.dtype, start_iter: int):
+    shapes = {"a": (512, 300), "b": (512, 300), "c": (300, 128, 3), "bias": (512,)}
+    before = live_bytes()
+    compressor = Compressor(PowerSGDConfig(rank=rank, start_iter=start_iter), shapes)
+    now = gradients(0, shapes, dtype)
+    own = live_bytes() - before
+    for _ in range(start_iter + 3):
+        compressor.decompress(compressor.compress(now), out=now)
+    extra = live_bytes() - before - own
+    layout = compressor.layout
+    width = 8 if dtype == torch.float64 else 4
+    buffers = width * sum(segment.numel for segment in layout.compressed)
+    # P and P̂; own Q, Q̄ and the basis; the bypass tensors in the first message.
+    factors = width * (2 * layout.p_numel + 3 * layout.q_numel + layout.bypass_numel)
+    assert buffers > 0
+    assert extra <= 1.05 * buffers + factors, f"{(extra - factors) / buffers:.3f} × the compressed gradients"
+
+
+class Allocations(TorchDispatchMode):
+    """Storages that operations newly made: their bytes, and the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        found = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.made += [(storage.nbytes(), str(func)) for storage in found if storage.data_ptr() not in given]
+        return result
+
+
+@pytest.mark.parametrize("kind", ["finite", "zero", "non-finite"])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        *((dtype, {}) for dtype in DTYPES),
+        *((torch.bfloat16, {field: False}) for field in ("error_feedback", "warm_start", "batch_by_shape")),
+    ],
+)
+def test_nothing_full_size_is_allocated_in_a_step(
+    dtype: torch.dtype, fields: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 8)
+    shapes = {"a": (256, 192), "b": (256, 192), "c": (160, 192), "bias": (64,)}
+    compressor = Compressor(PowerSGDConfig(rank=2, **fields), shapes)
+    now = gradients(0, shapes, dtype)
+    for _ in range(2):
+        compressor.compress(now)
+    if kind == "zero":
+        now["a"].zero_()
+    elif kind == "non-finite":
+        now["a"][5, 5] = float("inf")
+    with Allocations() as seen:
+        compressor.decompress(compressor.compress(now), out=now)
+    # A block, of which fp64 may need two. Factors are smaller, the smallest matrix is larger.
+    limit = 2 << 14
+    assert limit < 160 * 192 * dtype.itemsize
+    size, operation = max(seen.made)
+    assert 0 < size <= limit, f"{operation} allocated {size} bytes"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """More threads divide large products into more parts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def calls(shapes: Shapes) -> int:
+    """Return the operations of a step, those that they ask for themselves included."""
+    bucket = FilledBucket(shapes)
+    state = PowerSGDState(None, 16, start_powerSGD_iter=0, batch_tensors_with_same_shape=True, explore_every=0)
+
+    def step() -> None:
+        bucket.refill()
+        powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
+
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    return sum(event.name.startswith("aten::") for event in seen.events())
+
+
+def test_calls_of_a_small_models_step(one_thread: None, one_worker: None) -> None:
+    """Matrices of equal shape share their operations. Each tensor has a view, and some are copied."""
+    few = calls(SMALL_GRADIENT_SETS["demo"])
+    assert few <= 600, few
+    more_layers = gpt2(layers=8, width=128, vocabulary=96, context=128)
+    more_tensors = len(more_layers) - len(SMALL_GRADIENT_SETS["demo"])
+    assert calls(more_layers) - few <= 2.5 * more_tensors

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
-import types
 from typing import Any
 
 import pytest
@@ -18,10 +16,10 @@ from powersgd_triton.planning import cost, tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
+from tests.support.checks import set_times
 from tests.support.checks import step as averaged
 from tests.support.distributed import outcome, run_cases
-from tests.support.small import backward, stack
-from tests.support.training import digest, gradients_of
+from tests.support.training import backward, digest, gradients_of, linear_stack
 
 SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
 FIRST = tuning.WARM_UP + tuning.MEASURED + 1
@@ -55,13 +53,6 @@ def cheap(*formats: str) -> Any:
     return lambda kind, *_: ComputeTime((1e-5 if kind.quantize in formats else 1.0,) * 3)
 
 
-def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial: Any) -> None:
-    """Let a network be measured, a clock that moves on by so many seconds when it is read, and trials."""
-    patch.setattr(tuning, "measure_network", lambda *_: network)
-    patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
-    patch.setattr(tuning, "time_compute", trial)
-
-
 def quantized(worker: int, world_size: int) -> list[Any]:
     """Gradients in the format that was chosen, also by a run that goes on."""
     found: list[Any] = []
@@ -79,7 +70,7 @@ def quantized(worker: int, world_size: int) -> list[Any]:
             assert [*compressor.error()] == [*resumed.error()] == errors
             assert str(resumed.report()).count(name) == len(SHAPES)
             found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
-            model = stack()
+            model = linear_stack()
             state = PowerSGDState(AUTO, module=model)
             step = backward(model, state)
             for number in range(FIRST + 2):
@@ -131,7 +122,7 @@ def choices(worker: int, world_size: int) -> list[Any]:
 
 
 def ddp(worker: int, world_size: int) -> list[Any]:
-    model = stack()
+    model = linear_stack()
     state = PowerSGDState(AUTO, module=model)
     step = backward(model, state)
     for number in range(FIRST + 3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from powersgd_triton.__main__ import main
-from powersgd_triton.comm import exchange
 from powersgd_triton.demo import arms
 from powersgd_triton.demo.measure import Traffic
-from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 
 REFUSED = {
     "hsdp --workers 3": "hsdp arranges workers in 2 replicas; 3 is not a multiple of 2",
@@ -82,36 +79,6 @@ def carry_nothing(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
         monkeypatch.setattr(dist, name, lambda *_: None)
 
 
-def exchange_narrow_message(workers: int) -> int:
-    """As many bytes as an all-reduce of the message would have."""
-    owners = 1 if workers == 2 else workers
-
-    plan = WirePlan.build(FORMATS["int4"], [(1, 64, 4)], 3, 4, owners)
-    wire = types.SimpleNamespace(plan=plan, **dict.fromkeys(("encode", "reduce", "decode"), lambda *_, **__: None))
-    communicator = types.SimpleNamespace(
-        world_size=workers,
-        index=0,
-        # Looked up at the call, as the communicator does.
-        all_gather=lambda gathered, tensor: dist.all_gather_into_tensor(gathered, tensor),
-        all_to_all=lambda received, sent: dist.all_to_all_single(received, sent),
-    )
-    content = torch.zeros(8)
-    list(exchange.exchange_parts(wire, content, None, content, communicator))  # type: ignore[arg-type]
-    size: int = wire.plan.size
-    return owners * size
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-def test_a_narrow_message_counts_like_one_all_reduce(workers: int, monkeypatch: pytest.MonkeyPatch):
-    """Whether it takes one all-gather of two workers, or an all-to-all and an all-gather."""
-    carry_nothing(monkeypatch, workers)
-    for traffic in (Traffic(), Traffic({"reduce_scatter_tensor": 2})):
-        with traffic.counting():
-            expected = exchange_narrow_message(workers)
-        assert traffic.as_all_reduces == expected
-        assert traffic.sent == traffic.received == 2 * (workers - 1) * expected / workers
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch):
     carry_nothing(monkeypatch, workers)
@@ -130,4 +97,8 @@ def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch
         dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
         assert named.sent == 0
         dist.reduce_scatter_tensor(torch.zeros(ELEMENTS), torch.zeros(workers * ELEMENTS))
-    assert named.as_all_reduces == (workers * 4 * ELEMENTS if workers > 1 else 0)
+        # Narrow messages, which are bytes, are always counted.
+        parts = torch.zeros(workers * 8, dtype=torch.uint8)
+        dist.all_to_all_single(parts, parts)
+        dist.all_gather_into_tensor(parts, parts[:8])
+    assert named.as_all_reduces == (workers * (4 * ELEMENTS + 4 + 4) if workers > 1 else 0)

@@ -18,6 +18,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
     from tests.support.elastic import table
+    from tests.support.faults.table import replaced
 
     lines, wrong = [table.HEAD], 0
     print(table.HEAD)
@@ -29,9 +30,7 @@ def main() -> int:
             print(outcome, *outcome.failed, sep="\n", file=sys.stderr, flush=True)
     if arguments.write:
         page = ROOT / table.PAGE
-        before, rest = page.read_text(encoding="utf-8").split(table.BEGIN)
-        after = rest.split(table.END)[1]
-        page.write_text("\n".join([before + table.BEGIN, *lines, table.END]) + after, encoding="utf-8")
+        page.write_text(replaced(page.read_text(encoding="utf-8"), "\n".join(lines)), encoding="utf-8")
     return int(wrong > 0)
 
 

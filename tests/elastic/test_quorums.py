@@ -9,8 +9,7 @@ import pytest
 from tests.support.elastic import table
 from tests.support.elastic.run import Outcome, run
 from tests.support.elastic.worker import Fault, Scenario
-from tests.support.pages import DOCS, snippets
-from tests.support.programs import output_of
+from tests.support.programs import DOCS, output_of, snippets
 
 pytest.importorskip("torchft")
 

@@ -40,37 +40,21 @@ class Manager:
         return None
 
 
-def test_asynchronous_quorums_are_refused():
-    with pytest.raises(ValueError, match="use_async_quorum=False"):
-        Compressor(CONFIG, SHAPES, manager=Manager(_use_async_quorum=True))
+def refused(said: str, config: PowerSGDConfig = CONFIG, group: Any = None, node_group: Any = None, **options: Any):
+    with pytest.raises(ValueError, match=said):
+        Compressor(config, SHAPES, group, node_group=node_group, manager=Manager(**options))
 
 
-def test_spares_are_refused():
-    with pytest.raises(ValueError, match="DYNAMIC"):
-        Compressor(CONFIG, SHAPES, manager=Manager(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")))
-
-
-def test_nodes_are_refused():
-    with pytest.raises(ValueError, match="node_group"):
-        Compressor(CONFIG, SHAPES, node_group="auto", manager=Manager())
-
-
-def test_a_group_beside_a_manager_is_refused():
-    group: Any = object()
-    with pytest.raises(ValueError, match="group="):
-        Compressor(CONFIG, SHAPES, group, manager=Manager())
-    with pytest.raises(ValueError, match="node_group="):
-        attach(nn.Linear(4, 4), rank=2, node_group="auto", manager=Manager())
-
-
-def test_measured_choices_are_refused():
-    with pytest.raises(ValueError, match="auto"):
-        Compressor(PowerSGDConfig(compression="auto"), SHAPES, manager=Manager())
-
-
-def test_other_wrappers_than_ddp_are_refused():
-    with pytest.raises(ValueError, match="FSDP and DeepSpeed"):
-        attach(nn.Linear(4, 4), rank=2, manager=Manager())
+def test_what_is_refused():
+    """Asynchronous quorums, spares, nodes, a group beside a manager, measured choices, and other wrappers than DDP."""
+    refused("use_async_quorum=False", _use_async_quorum=True)
+    refused("DYNAMIC", _replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES"))
+    refused("node_group", node_group="auto")
+    refused("group=", group=object())
+    refused("auto", PowerSGDConfig(compression="auto"))
+    for said, node_group in (("node_group=", "auto"), ("FSDP and DeepSpeed", None)):
+        with pytest.raises(ValueError, match=said):
+            attach(nn.Linear(4, 4), rank=2, node_group=node_group, manager=Manager())
 
 
 def test_a_step_needs_a_quorum_of_its_own():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import gc
 import itertools
 import os
@@ -14,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, build, check_errors
-from tests.support.distributed import on_workers
-from tests.support.sharded_training import RANK_2
-from tests.support.training import digest, patched
-from tests.support.wrappers import Wrapped, loss_of
+from tests.support.distributed import on_workers, regroup
+from tests.support.sharded_training import RANK_2, loss_of
+from tests.support.training import digest
+from tests.support.wrappers import Wrapped
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""
@@ -74,7 +74,9 @@ def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int
     warnings.filterwarnings("ignore")
     wrapper, message, fields = CASES[name]
     silent, saving = "silence" in name, "state_dict" in name
-    start_group(tmp_path, "both", worker, 2, SILENCE if silent else DEATH)
+    # A peer may still be about to connect in the group that goes.
+    dist.barrier()
+    regroup(tmp_path / "both.store", worker, 2, SILENCE if silent else DEATH)
     config = dataclasses.replace(RANK_2, **fields)
     model = build(wrapper, config)
     for step in range(TOGETHER):
@@ -104,7 +106,7 @@ def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int
         # hook, its end often waits for ever for a thread of gloo's that waits for Python's lock (torch 2.13).
         model.module = model.state.process_group = None
         gc.collect()
-    start_group(tmp_path, "alone", 0, 1, DEATH)
+    regroup(tmp_path / "alone.store", 0, 1, DEATH)
     assert time.monotonic() - start <= SLACK
     new = build(wrapper, config, parameters)
     new.load(str(tmp_path))
@@ -151,18 +153,7 @@ def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterat
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    with pytest.raises(RuntimeError), patched(dist, "all_reduce", counting):
+    with pytest.raises(RuntimeError), mock.patch.object(dist, "all_reduce", counting):
         yield
     seconds = time.monotonic() - start
     assert 0.9 * SILENCE <= seconds <= SILENCE + SLACK if silent else seconds <= DEATH
-
-
-def start_group(folder: Path, name: str, worker: int, world_size: int, seconds: float) -> None:
-    """Make a default group in place of the one that there is."""
-    if world_size > 1:
-        # A peer may still be about to connect in the group that goes.
-        dist.barrier()
-    dist.destroy_process_group()
-    timeout = datetime.timedelta(seconds=seconds)
-    store = f"file://{folder}/{name}.store"
-    dist.init_process_group("gloo", init_method=store, rank=worker, world_size=world_size, timeout=timeout)

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.distributed import on_workers
 from tests.support.frameworks.job import DDP, RANK_4, Job, be_launched, forget, largest, warnings_of
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 pytest.importorskip("accelerate")
 

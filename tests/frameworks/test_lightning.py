@@ -11,7 +11,7 @@ import torch
 
 from tests.support.distributed import on_workers
 from tests.support.frameworks.job import DDP, FSDP1, FSDP2, LIMIT, RANK_4, ZERO2, Job, be_launched, difference, full
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 pytest.importorskip("lightning")
 

@@ -24,7 +24,7 @@ from tests.support.frameworks.job import (
     warnings_of,
     whole,
 )
-from tests.support.small import complaint
+from tests.support.training import complaint
 
 pytest.importorskip("transformers")
 

@@ -22,8 +22,7 @@ from powersgd_triton import attach
 from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, on_workers
 from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, sharded, train, whole
-from tests.support.small import complaint
-from tests.support.training import flat, relative
+from tests.support.training import complaint, flat, relative
 
 
 def in_shards(model: Net) -> Any:

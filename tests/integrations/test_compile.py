@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.distributed import make_test, run
-from tests.support.small import MANY, WIDTH, complaint, stack
-from tests.support.training import batch, patched, squared_error
+from tests.support.training import MANY, batch, complaint, linear_stack, squared_error
 
 CONFIG = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS, SAVED_AFTER = 4, 2
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = stack()
+        self.layers = linear_stack()
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -68,7 +68,7 @@ def optimizing(mode: str) -> Iterator[None]:
     counters.clear()
     with (
         # The compiler refuses buckets that are smaller than the first one, which has 1 MB otherwise.
-        patched(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", int(MANY * 2**20)),
+        mock.patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", int(MANY * 2**20)),
         torch._dynamo.config.patch(optimize_ddp=mode),
     ):
         yield
@@ -79,7 +79,7 @@ def train(model: nn.Module, worker: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
         optimizer.zero_grad()
-        inputs, targets = batch(worker, step, width=WIDTH)
+        inputs, targets = batch(worker, step)
         loss = squared_error(model(inputs), targets)
         loss.backward()
         optimizer.step()

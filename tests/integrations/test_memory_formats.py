@@ -14,10 +14,9 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.ddp.views import memory_order, strides_of
 from tests.support.balance import Ledger, check_close
 from tests.support.distributed import make_test
-from tests.support.sharded_training import FULL_RANK, Gradients
-from tests.support.small import complaint
-from tests.support.training import relative
-from tests.support.wrappers import FSDP1, Batch, Wrapped
+from tests.support.sharded_training import FULL_RANK, Batch, Gradients
+from tests.support.training import complaint, relative
+from tests.support.wrappers import FSDP1, Wrapped
 
 LOW = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS = 5

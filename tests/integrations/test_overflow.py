@@ -7,9 +7,10 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -17,23 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.communicator import Communicator
 from tests.support.sharded_training import full_mesh, make_test, whole
-from tests.support.training import patched, total
+from tests.support.training import Given, total
 
 SIZE = 16
+SHAPES = dict.fromkeys(("large", "small"), (SIZE, SIZE))
 # The gradients are held for a while, then turned, then small: what was carried leaves again.
 FACTORS = [1.0, 1.0, 1.0, -0.9, -0.9, -0.9, 0.01, 0.01]
 CONFIG = PowerSGDConfig(rank=1, min_compression_rate=0)
-
-
-class Given(nn.Module):
-    """Two matrices whose gradients are what the forward pass is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = (nn.Parameter(torch.zeros(SIZE, SIZE)) for _ in range(2))
-
-    def forward(self, large: Tensor, small: Tensor) -> Tensor:
-        return (self.large * large).sum() + (self.small * small).sum()
 
 
 def gradients(worker: int, factor: float) -> dict[str, Tensor]:
@@ -49,13 +40,13 @@ def gradients(worker: int, factor: float) -> dict[str, Tensor]:
 
 def wrap(kind: str, dtype: torch.dtype) -> Any:
     if kind == "DDP":
-        return DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
+        return DistributedDataParallel(Given(SHAPES).to(dtype), bucket_cap_mb=0.0004)
     if kind == "FSDP1":
         # One worker holds the first matrix, the other one the second.
         policy, device = MixedPrecision(reduce_dtype=dtype), torch.device("cpu")
-        return FullyShardedDataParallel(Given(), use_orig_params=True, device_id=device, mixed_precision=policy)
+        return FullyShardedDataParallel(Given(SHAPES), use_orig_params=True, device_id=device, mixed_precision=policy)
     # Each worker holds half of the rows of both.
-    return fully_shard(Given(), mesh=full_mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    return fully_shard(Given(SHAPES), mesh=full_mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
 def averages(module: Any) -> dict[str, Tensor]:
@@ -81,11 +72,11 @@ def nothing_is_lost(worker: int, world_size: int, kind: str, dtype: torch.dtype)
     sizes = dict.fromkeys(balance, 0.0)
     rounded = {name: tensor.clone() for name, tensor in balance.items()}
     applied, alone = [], 0
-    with patched(Communicator, "minimum", minimum):
+    with mock.patch.object(Communicator, "minimum", minimum):
         for factor in FACTORS:
             given = gradients(worker, factor)
             module.zero_grad()
-            module(**{name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
+            module({name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
             found = [p.grad for p in module.parameters() if p.grad is not None]
             # This worker's part of the averages.
             own = [G.to_local() if isinstance(G, DTensor) else G for G in found]

@@ -28,20 +28,22 @@ from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
     Net,
+    backward,
     batch,
+    check_said,
     full_mesh,
     full_shard,
     hybrid,
     hybrid_mesh,
     make_test,
+    parameters,
     replica_mesh,
     replicated,
     sharded,
+    train,
     whole,
 )
-from tests.support.sharded_use import backward, check_said, parameters, train
-from tests.support.small import complaint
-from tests.support.training import relative
+from tests.support.training import complaint, relative
 from tests.support.wrappers import FSDP1
 
 

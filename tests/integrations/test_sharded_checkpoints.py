@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import re
-import types
 from typing import Any
 
 import pytest
@@ -26,10 +24,10 @@ from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.balance import Ledger, check_close
-from tests.support.checks import same_bits
+from tests.support.checks import same_bits, set_times
 from tests.support.distributed import folder
 from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
-from tests.support.small import complaint
+from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
 Gradients = dict[str, Tensor]
@@ -178,10 +176,8 @@ def chosen(worker: int, _world_size: int) -> None:
         for name in ("WARM_UP", "MEASURED"):
             patch.setattr(tuning, name, 1)
         network = Network(2, card=4.0 * sum(parameter.numel() for parameter in Net().parameters()))
-        patch.setattr(tuning, "measure_network", lambda *_: network)
-        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
         for name in ("int8", "int4"):
-            patch.setattr(tuning, "time_compute", lambda k, *_, n=name: ComputeTime((1e3 * (k.quantize != n),) * 3))
+            set_times(patch, network, 1.0, lambda k, *_, n=name: ComputeTime((1e3 * (k.quantize != n),) * 3))
             made: Wrapped = WithReplicateGroup(Net(), AUTO)
             steps(made, worker, range(5))
             start, errors = made.parameters(), all_errors(made.state)

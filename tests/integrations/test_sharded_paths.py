@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-import types
 from typing import Any
 
 import pytest
@@ -20,20 +18,22 @@ from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import time_compute
 from tests.support import tensor_parallel
-from tests.support.checks import same_bits
+from tests.support.checks import same_bits, set_times
 from tests.support.sharded_training import (
     RANK_2,
     Net,
     batch,
+    check_said,
     full_mesh,
     full_shard,
     hybrid,
     hybrid_mesh,
     make_test,
+    parameters,
     sharded,
+    train,
 )
-from tests.support.sharded_use import check_said, parameters, train
-from tests.support.small import complaint
+from tests.support.training import complaint
 from tests.support.wrappers import FSDP1
 
 
@@ -63,7 +63,7 @@ def guards(worker: int, world_size: int) -> None:
 
     def replaced() -> Any:
         module, _ = full_shard(Net(), mesh, RANK_2)
-        train(module, worker, 1)
+        train(module, worker, range(1))
         for unit in units_of(module):
             unit.set_all_reduce_hook(others_average)
         return module
@@ -108,7 +108,7 @@ def guards(worker: int, world_size: int) -> None:
             ours(output)
 
         unit.set_all_reduce_hook(counting)
-    train(module, worker, 2)
+    train(module, worker, range(2))
     assert len(counted) == 2 * len(units_of(module)) == 6
     assert state.iteration == 2
 
@@ -121,17 +121,16 @@ def settled(worker: int, world_size: int) -> None:
         patch.setattr(tuning, "MEASURED", 1)
         for fields in ({"compression": "auto"}, {"compression": 3, "max_overhead": 0.3}):
             model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(**fields))
-            train(model, worker, 6)
+            train(model, worker, range(6))
             state.check_replicas()
             found[str(fields)] = state._engine.plan.settled
         numel = sum(parameter.numel() for parameter in Net().parameters())
         # Not quantized gradients where they are not supported.
-        patch.setattr(tuning, "measure_network", lambda *_: Network(2, card=4.0 * numel))
-        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
-        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3))
+        cheap = lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3)  # noqa: E731
+        set_times(patch, Network(2, card=4.0 * numel), 1.0, cheap)
         split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
         state = apply_powersgd(split, PowerSGDConfig(compression="auto"))
-        train(split, worker // 2, 6)
+        train(split, worker // 2, range(6))
         assert state._engine.plan.settled == {"compression": None}
         patch.setattr(tuning, "time_compute", time_compute)
         patch.setattr(tuning, "time", time)
@@ -142,7 +141,7 @@ def settled(worker: int, world_size: int) -> None:
         parallel = tensor_parallel.parallel(net, tensor_parallel.mesh_of(2, 1, 2))
         config = PowerSGDConfig(compression=2, max_overhead=0.3, min_compression_rate=1)
         state = apply_powersgd(parallel, config)
-        train(parallel, worker // 2, 6)
+        train(parallel, worker // 2, range(6))
         found["tensor parallel"] = state._engine.plan.settled
     model = sharded(Net(), full_mesh(world_size))
     with pytest.raises(ValueError, match="a sharded model without replicas does not: choose a number"):

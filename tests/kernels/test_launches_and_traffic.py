@@ -1,7 +1,8 @@
-"""The launches of a step do not depend on the number of matrices, move little and stay within their memory."""
+"""Launches of a step are as many for many matrices, move little, stay in their memory, and run in any order."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,19 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.scheme import FlatAverage
-from powersgd_triton.kernels import table
+from powersgd_triton.kernels import explore, gram, table
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes.quantized_mean import Exchange, summed
-from tests.support.checks import everything, gradients
+from tests.support.checks import everything, gradients, step
 from tests.support.device import INTERPRETED
+from tests.support.interpreter import CHECKED, random_order, watched
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 
@@ -73,8 +77,6 @@ def steps(
 
     The averages are written to the gradients, or to the parts that ``cut(name, gradient)`` returns.
     """
-    from tests.support.interpreter import watched
-
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
     engine = new_engine(config, communicator or Communicator(), lambda: named)
@@ -128,7 +130,6 @@ def test_every_adapter_launches_as_much_for_many_matrices(fields: dict[str, Any]
 @pytest.mark.parametrize("quantize", ["int8", "ternary"])
 def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(quantize: str):
     """The last worker's part is short."""
-    from tests.support.interpreter import watched
 
     def averaged(M: Tensor, exchange: Exchange) -> Iterator[object]:
         messages = yield from summed(M, exchange)
@@ -195,8 +196,6 @@ def test_narrow_messages_move_little_beside_the_step(algorithm: str, wire_dtype:
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
     """Offsets from an argument have 32 bits on AMD, so only an address leads to other memory. No integer overflows."""
-    from tests.support.interpreter import CHECKED, watched
-
     shapes = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
     compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), shapes)
     spaces: list[tuple[int, int]] = []
@@ -252,3 +251,40 @@ def test_uploads_of_a_loop() -> None:
                 compressor.decompress(compressor.compress(gradients))
         uploads.append(on_host.call_count)
     assert uploads[0] > 0 == uploads[1], uploads
+
+
+SHAPES = {"two chunks": (300, 12), "bias": (7,)}
+
+
+def averages() -> list[Tensor]:
+    compressor = Compressor(everything(4, backend="triton", explore_every=2), SHAPES)
+    return [tensor for seed in range(2) for tensor in step(compressor, gradients(seed, SHAPES)).values()]
+
+
+def same_in_random_orders() -> bool:
+    """Whether two random orders give the bits of the interpreter's own."""
+    expected = averages()
+    for seed in range(2):
+        with random_order(seed):
+            if not all(torch.equal(one, other) for one, other in zip(averages(), expected, strict=True)):
+                return False
+    return True
+
+
+def test_same_bits_in_any_order():
+    assert same_in_random_orders()
+
+
+@triton.jit
+def arrives_by_number(counter, expected):
+    """A mistake: the program with the largest number need not be the last one."""
+    return tl.program_id(0) == tl.num_programs(0) - 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_relies_on_the_order_is_found():
+    with contextlib.ExitStack() as stack:
+        for module in (explore, gram):
+            if hasattr(module, "arrives_last"):
+                stack.enter_context(mock.patch.object(module, "arrives_last", arrives_by_number))
+        assert not same_in_random_orders()

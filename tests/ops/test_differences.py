@@ -10,24 +10,12 @@ from powersgd_triton import PowerSGDConfig, config
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout import wire_format
 from powersgd_triton.layout.codec import Decoding, Encoding
-from powersgd_triton.layout.wire_format import (
-    ALIGNMENT,
-    BLOCK,
-    DIFFERENCES,
-    SCALE_BYTES,
-    WireFormat,
-)
+from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
 from powersgd_triton.ops import differences
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.host import apply_host, encode_host
-from tests.support.differences import (
-    heavy_tailed,
-    scaled,
-    scales_of,
-    seeds,
-    widths,
-)
+from tests.support.differences import heavy_tailed, scaled, scales_of, seeds, widths
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
 # Around a block, and around the five blocks that share ternary codes' bytes.

@@ -8,23 +8,9 @@ from torch import Tensor
 
 from powersgd_triton.layout.codec import Encoding
 from powersgd_triton.layout.constants import PERIOD
-from powersgd_triton.layout.wire_format import (
-    BLOCK,
-    LARGEST_BF16,
-    WireFormat,
-)
+from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, WireFormat
 from powersgd_triton.ops.differences import encode_reference, random_numbers
-from tests.support.differences import (
-    BF16,
-    FP8,
-    decoded,
-    heavy_tailed,
-    scaled,
-    scales_of,
-    seeds,
-    sent,
-    stochastic,
-)
+from tests.support.differences import BF16, FP8, decoded, heavy_tailed, scaled, scales_of, seeds, sent, stochastic
 from tests.support.kernel_cases import INF
 
 

@@ -13,9 +13,9 @@ from powersgd_triton.ops.reference import reconstruct_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
 from tests.support.checks import SHAPES, bases, everything, gradients, poisoned
 from tests.support.kernel_cases import GRADIENTS, NAN
+from tests.support.kernel_checks import Truth, assert_close, on, step
 from tests.support.orthonormal import ORTHONORMAL, departure
 from tests.support.thinned import thinned
-from tests.support.truth import Truth, assert_close, on, step
 
 U = 2.0**-24
 FEW = {name: SHAPES[name] for name in ("linear", "bias", "scalar", "column", "empty")}

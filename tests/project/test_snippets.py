@@ -11,23 +11,20 @@ import functools
 import os
 import re
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.distributed import make_test, run_cases
-from tests.support.pages import DOCS, PAGES, name_of, snippets
-from tests.support.programs import ROOT, output_of
+from tests.support.distributed import folder, make_test, run_cases
+from tests.support.programs import DOCS, PAGES, ROOT, name_of, output_of, snippets
 
 ON_CPUS = {
     '"cuda"': '"cpu"',
@@ -99,10 +96,8 @@ def test_whole_programs_are_run():
 
 
 def runs(page: str, worker: int, world_size: int) -> None:
-    with tempfile.TemporaryDirectory() as alone:
-        folders = [alone]
-        dist.broadcast_object_list(folders)
-        os.chdir(folders[0])
+    with folder(worker) as path:
+        os.chdir(path)
         if page in DEEPSPEED:
             use_deepspeed(worker, section="local" not in page)
         found: dict[str, Any] = {"__name__": "__main__"}
@@ -111,7 +106,6 @@ def runs(page: str, worker: int, world_size: int) -> None:
                 block = block.replace(gpu, cpu)
             found |= what_a_reader_has(page)
             exec(compile(block, f"{page}, block {number}", "exec"), found)
-        dist.barrier()
         os.chdir("/")
 
 

@@ -18,9 +18,8 @@ from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.checks import everything
 from tests.support.kernel_cases import INF, NAN, rounding
-from tests.support.kernel_checks import exchange
+from tests.support.kernel_checks import Truth, Values, assert_close, exchange, step
 from tests.support.orthonormal import ORTHONORMAL, departure
-from tests.support.truth import Truth, Values, assert_close, step
 
 
 def slow(*values: Any) -> list[Any]:

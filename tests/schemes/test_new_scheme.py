@@ -1,21 +1,23 @@
-"""A scheme needs a file of its own and nothing else: the one that docs/architecture.md adds."""
+"""Schemes of the documentation: the one that docs/architecture.md adds, and the example to be read."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.ops.step import LossScale
 from tests.support.checks import gradients
 from tests.support.distributed import on_workers
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, output_of
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "other": (16, 12)}
 CPU = torch.device("cpu")
@@ -62,3 +64,55 @@ def test_nothing_is_lost(worker: int, world_size: int, scaled: bool) -> None:
         left = communicator.mean(errors[name].view(shape).clone())
         mean = communicator.mean(given[name])
         assert torch.allclose(applied[name] + left, mean, atol=1e-4), name
+
+
+EXAMPLE = ROOT / "docs" / "examples" / "powersgd_simple.py"
+MATRICES = [(30, 20), (12, 40), (16, 9)]
+VECTOR = 7
+STEPS = 8
+# Relative difference that rounding may add in each step: some units of the last place.
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def named(matrices: list[Tensor]) -> dict[str, Tensor]:
+    return {str(index): matrix for index, matrix in enumerate(matrices)}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@on_workers(2)
+def test_averages_and_errors_are_those_of_the_package(worker: int, world_size: int, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    config = PowerSGDConfig(rank=4, min_compression_rate=0, explore_every=0, start_iter=0)
+    simple: Any = runpy.run_path(str(EXAMPLE))["SimplePowerSGD"](MATRICES, rank=4)
+    shapes: dict[str, Any] = {**dict(zip("012", MATRICES, strict=True)), "vector": (VECTOR,)}
+    compressor = Compressor(config, shapes)
+    # Both begin with the example's bases, and without errors.
+    compressor.compress({name: torch.ones(shape) for name, shape in shapes.items()})
+    state = compressor.state_dict()
+    for name, basis in named(simple.bases).items():
+        state["matrices"][name] = {"basis": basis, "error": torch.zeros(shapes[name])}
+    compressor.load_state_dict(state)
+    generator = torch.Generator().manual_seed(worker)
+    # With directions that stay, like those of real gradients. Of pure noise, differences grow from step to step.
+    signals = [torch.randn(n, 4, generator=generator) @ torch.randn(4, m, generator=generator) for n, m in MATRICES]
+    for step in range(STEPS):
+        given = [signal + 0.3 * torch.randn(signal.shape, generator=generator) for signal in signals]
+        vector = torch.randn(VECTOR, generator=generator)
+        expected = compressor.decompress(compressor.compress({**named(given), "vector": vector}))
+        averages, (mean,) = simple.average(given, [vector])
+        assert isinstance(expected, dict)
+        found = {**named(averages), "vector": mean}
+        errors = compressor.error()
+        for name, matrix in [*found.items(), *named(simple.errors).items()]:
+            wanted = expected.pop(name) if name in expected else errors[name]
+            distance = (matrix - wanted).norm() / wanted.norm()
+            assert distance <= (step + 1) * ROUNDING[dtype], (step, name, float(distance))
+
+
+@pytest.mark.slow
+def test_the_example_finds_the_minimum() -> None:
+    said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE)
+    distances = [float(line.split()[-1]) for line in said.splitlines()]
+    assert len(distances) == 5
+    assert distances[0] == 1
+    assert distances[-1] < 1e-3

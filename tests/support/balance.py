@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from tests.support.sharded_training import Gradients, batch
+from tests.support.sharded_training import RATE, Batch, Gradients, batch, loss_of
 from tests.support.training import digest, flat, relative
 from tests.support.wrapper_table import WRAPPERS
-from tests.support.wrappers import RATE, Batch, Wrapped, loss_of, means
+from tests.support.wrappers import Wrapped, means
 
 LIMIT = 1e-5
 """Relative difference of sums in fp32 that are taken in another order."""

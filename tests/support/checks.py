@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.planning import tuning
+from powersgd_triton.planning.cost import Network
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "linear": (24, 18),
@@ -93,8 +98,31 @@ def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> Non
     assert all(same_bits(parts, other["matrices"][name]) for name, parts in one["matrices"].items())
 
 
+GONE = object()
+
+
+def put(value: Any, path: str, junk: Any) -> Any:
+    """A copy of nested mappings and lists with something else at "key/index/…", or without it if that is ``GONE``."""
+    key, _, rest = path.partition("/")
+    if not path:
+        return junk
+    copied = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    found = next((k for k in copied if str(k) == key), key)
+    copied[found] = put(copied.get(found), rest, junk)
+    if copied[found] is GONE:
+        del copied[found]
+    return copied if isinstance(value, Mapping) else [*copied.values()]
+
+
 def bases(compressor: Compressor) -> dict[str, Tensor]:
     return {name: parts["basis"] for name, parts in compressor.state_dict()["matrices"].items()}
+
+
+def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial: Any) -> None:
+    """Let "auto" measure a network, a clock that moves on by so many seconds when it is read, and trials."""
+    patch.setattr(tuning, "measure_network", lambda *_: network)
+    patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
+    patch.setattr(tuning, "time_compute", trial)
 
 
 def random_states() -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import warnings
@@ -12,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from tests.support.distributed import Worker
 from tests.support.programs import output_of
-from tests.support.sharded_training import TOKENS, WIDTH, Block, Net, batch
+from tests.support.sharded_training import TOKENS, WIDTH, Block, Net, batch, token_loss
 from tests.support.training import total
 
 # With DeepSpeed's own all-gather of parameters, except where it is what is tested.
@@ -68,46 +68,20 @@ class Case:
         return BF16_LIMIT if in_16_bits else FP32_LIMIT
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A function with assertions, which all workers call; ``slow`` as pytest's mark, ``engine`` for DeepSpeed.
-
-    All jobs of a file with the same number of workers share processes.
-    """
-
-    body: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    workers: int = 2
-    slow: bool = False
-    engine: bool = True
-    name: str = ""
-
-    @property
-    def __name__(self) -> str:
-        return self.body.__name__
-
-    def __str__(self) -> str:
-        words = [getattr(argument, "__name__", str(argument)) for argument in (self.body, *self.arguments)]
-        return self.name or "-".join([*words, f"{self.workers} workers"])
-
-    def kind(self) -> tuple[int, bool, bool]:
-        """Jobs of one kind run in the same processes."""
-        return self.workers, self.slow, self.engine
-
-    def __call__(self, worker: int, world_size: int) -> Any:
-        if self.engine:
-            prepare(worker, world_size)
-        return self.body(*self.arguments)
+def ready(worker: int, world_size: int, body: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> None:
+    """A case that needs DeepSpeed: a function with assertions, which all workers call."""
+    prepare(worker, world_size)
+    body(*arguments)
 
 
-def each(body: Callable[..., None], *arguments: Any, workers: int = 2, slow: bool = False) -> list[Job]:
-    """A job for each argument; those of a tuple go together."""
-    return [Job(body, one if isinstance(one, tuple) else (one,), workers, slow) for one in arguments]
-
-
-def parametrized(jobs: list[Job]) -> pytest.MarkDecorator:
-    marks = {True: [pytest.mark.slow], False: []}
-    return pytest.mark.parametrize("job", [pytest.param(job, id=str(job), marks=marks[job.slow]) for job in jobs])
+def each(body: Callable[..., None], *arguments: Any) -> dict[str, Worker]:
+    """A case for each argument, by a name for each; those of a tuple go together."""
+    cases: dict[str, Worker] = {}
+    for one in arguments:
+        given = one if isinstance(one, tuple) else (one,)
+        name = "-".join(map(str, (body.__name__, *given)))
+        cases[name] = functools.partial(ready, body=body, arguments=given)
+    return cases
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,11 +200,6 @@ def spoiled(parameter: nn.Parameter) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def losses(engine: Any, steps: Sequence[int], way: str = "") -> list[float]:

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.codec import Decoding, Encoding
-from powersgd_triton.layout.wire_format import (
-    BLOCK,
-    QUANTIZED,
-    SCALE_BYTES,
-    WireFormat,
-)
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES, WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 
 SCALED = {name: width for name, width in QUANTIZED.items() if width.scaled}

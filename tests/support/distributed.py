@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def run_cases(
             for worker in range(world_size)
         ]
         try:
-            with environment(OMP_NUM_THREADS="1"):
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
                 for process in processes:
                     process.start()
             deadline = time.monotonic() + timeout
@@ -117,16 +118,17 @@ def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
 
 
 def make_test(cases: Cases, world_size: int, run_all: Callable[..., Any] = run_cases) -> Callable[..., None]:
-    """A test of each case. All run in the same processes, when the first one is asked for."""
+    """A test of each case. Those that are selected run in the same processes, when the first one is asked for."""
 
     @functools.cache
-    def results() -> dict[str, list[Any]]:
-        return dict(run_all(cases, world_size))
+    def results(*chosen: str) -> dict[str, list[Any]]:
+        return dict(run_all({name: named(cases)[name] for name in chosen}, world_size))
 
     @pytest.mark.parametrize("name", named(cases))
-    def test(name: str) -> None:
+    def test(name: str, request: pytest.FixtureRequest) -> None:
         """See the cases' docstrings."""
-        outcome(results(), name)
+        items: list[Any] = [item for item in request.session.items if getattr(item, "function", None) is test]
+        outcome(results(*(item.callspec.params["name"] for item in items)), name)
 
     return test
 
@@ -207,18 +209,12 @@ def forkserver() -> Any:
     return context
 
 
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def regroup(store: Path, rank: int, world_size: int, seconds: float) -> None:
+    """Make a default group in place of the one that there is, which may be broken."""
+    with contextlib.suppress(RuntimeError, AssertionError):
+        dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ And whose exchanges these are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powersgd_triton.ranks.planner  # noqa: F401
 from powersgd_triton.comm import exchange
 
-DEFAULTS = exchange.SMALL, exchange.SMALL_PART
+DEFAULTS: dict[str, Any] = {"SMALL": exchange.SMALL, "SMALL_PART": exchange.SMALL_PART}
 
 
 def bytes_decide() -> None:
@@ -24,15 +24,9 @@ def bytes_decide() -> None:
     exchange.SMALL = exchange.SMALL_PART = 0
 
 
-@contextlib.contextmanager
-def latency_decides() -> Iterator[None]:
-    """Messages are small as they are for users."""
-    before = exchange.SMALL, exchange.SMALL_PART
-    exchange.SMALL, exchange.SMALL_PART = DEFAULTS
-    try:
-        yield
-    finally:
-        exchange.SMALL, exchange.SMALL_PART = before
+def latency_decides() -> Any:
+    """A context in which messages are small as they are for users."""
+    return mock.patch.multiple(exchange, **DEFAULTS)
 
 
 class Watch(TorchDispatchMode):

@@ -268,11 +268,8 @@ class Follower:
 
     def stored_error(self, compute: torch.dtype) -> float:
         """Relative error of what is written to the error buffer; Triton's interpreter cuts off instead of rounding."""
-        if not self.config.error_feedback or self.config.error_dtype is None:
-            dtype = compute
-        else:
-            dtype = getattr(torch, str(self.config.error_dtype))
-        return 2 * torch.finfo(dtype).eps
+        own = self.config.error_dtype if self.config.error_feedback else None
+        return 2 * torch.finfo(compute if own is None else getattr(torch, str(own))).eps
 
     def explores(self, segment: Segment, index: int) -> bool:
         """Return whether the first right basis of the last step may look in another direction."""

@@ -80,6 +80,19 @@ class Line(StandIn):
         self.message = kind, received, sent
 
 
+def in_nodes(world_size: int, node_size: int) -> tuple[list[Line], list[list[Line]]]:
+    """A line for each worker. The lines by which it talks to its node and across nodes are in the other lists."""
+    lines, nodes = [Line(index, world_size) for index in range(world_size)], world_size // node_size
+    if node_size == 1:
+        return lines, []
+    insides = [[Line(index, node_size) for index in range(node_size)] for _ in range(nodes)]
+    across = [[Line(node, nodes) for node in range(nodes)] for _ in range(node_size)]
+    for worker, line in enumerate(lines):
+        node, index = divmod(worker, node_size)
+        line.inside, line.across = insides[node][index], across[index][node]
+    return lines, [*insides, *across]
+
+
 def communicate(lines: Sequence[Line]) -> None:
     """Do what all workers wait for. Sums are made one worker after the other in the message's dtype."""
     messages = [line.message for line in lines if line.message is not None]

@@ -116,17 +116,6 @@ def mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return total / dist.get_world_size(group)
 
 
-def put(value: Any, path: str, junk: Any) -> Any:
-    """Return a copy of nested mappings and lists with something else at "key/index/…"."""
-    key, _, rest = path.partition("/")
-    if not path:
-        return junk
-    copied = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
-    found = next((k for k in copied if str(k) == key), key)
-    copied[found] = put(copied.get(found), rest, junk)
-    return copied if isinstance(value, Mapping) else [*copied.values()]
-
-
 def same_bits(tensor: Tensor, group: dist.ProcessGroup | None = None) -> bool:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, tensor, group=group)

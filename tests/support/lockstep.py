@@ -23,7 +23,7 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes.low_rank import LowRank
-from tests.support.lines import Line, Meeting, communicate
+from tests.support.lines import Line, Meeting, communicate, in_nodes
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
@@ -77,16 +77,8 @@ class Fleet:
         self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int, node_size: int = 1
     ) -> None:
         self.config, self.shapes, self.node_size = config, shapes, node_size
-        self._lines = [Line(index, world_size) for index in range(world_size)]
-        self._groups: list[Sequence[Line]] = [self._lines]
-        if node_size > 1:
-            nodes = world_size // node_size
-            insides = [[Line(index, node_size) for index in range(node_size)] for _ in range(nodes)]
-            across = [[Line(node, nodes) for node in range(nodes)] for _ in range(node_size)]
-            for worker, line in enumerate(self._lines):
-                node, index = divmod(worker, node_size)
-                line.inside, line.across = insides[node][index], across[index][node]
-            self._groups += [*insides, *across]
+        self._lines, levels = in_nodes(world_size, node_size)
+        self._groups = [self._lines, *levels]
         self.engines = [new_engine(config, line, lambda: shapes) for line in self._lines]
         for engine in self.engines:
             # So that averages that do not fit void the step.

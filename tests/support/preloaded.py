@@ -26,7 +26,7 @@ MODULES = [
     "tests.support.local_steps",
     "tests.support.lockstep",
     "tests.support.properties",
-    "tests.support.small",
+    "tests.support.training",
 ]
 
 # DeepSpeed chooses when it is imported.

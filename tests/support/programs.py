@@ -1,9 +1,10 @@
-"""Python programs that tests run."""
+"""Python programs that tests run, and the pages of the documentation with their code blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,3 +36,18 @@ def output_of(*arguments: str | Path, cwd: Path = ROOT, **variables: str | None)
         process.wait()
     assert process.returncode == 0, printed + errors
     return printed
+
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.relative_to(DOCS).parts)]
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def snippets(page: Path, language: str) -> list[str]:
+    """The page's code blocks in a language."""
+    return [code for found, code in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]

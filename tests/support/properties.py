@@ -28,8 +28,7 @@ from tests.support.balance import (
     iteration,
 )
 from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
-from tests.support.small import complaint
-from tests.support.training import flat, relative
+from tests.support.training import complaint, flat, relative
 from tests.support.ways import WAYS
 from tests.support.wrapper_table import WRAPPERS
 

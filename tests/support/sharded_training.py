@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,15 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support import distributed
 from tests.support.distributed import Cases, Failure, Worker, named
-from tests.support.training import patched
 
 WIDTH = 25
 TOKENS = 17
 FULL_RANK = PowerSGDConfig(rank=999, min_compression_rate=0)
 RANK_2 = PowerSGDConfig(rank=2, min_compression_rate=1)
+RATE = 0.5
+"""The learning rate: a power of two, so that dividing by it rounds nothing."""
 Gradients = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
 MISSING = Failure("not run, since a case before it failed")
 
 
@@ -77,7 +81,7 @@ class Net(nn.Module):
         return logits
 
 
-def batch(worker: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+def batch(worker: int, step: int, micro: int = 0) -> Batch:
     """Tokens and, for each, what is to be predicted."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + worker)
     tokens = torch.randint(0, TOKENS, (8, 6), generator=generator)
@@ -90,14 +94,32 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().float().clone()
 
 
-def train(model: Any, worker: int, *, steps: range, lr: float = 0.05) -> None:
-    """Train a model of FSDP2 with the data of a worker."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def loss_of(module: Any, given: Batch) -> Tensor:
+    tokens, targets = given
+    return token_loss(module(tokens), targets)
+
+
+def backward(module: Any, worker: int, step: int = 0) -> None:
+    module.zero_grad()
+    loss_of(module, batch(worker, step)).backward()
+
+
+def parameters(module: Any) -> Gradients:
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+
+
+def train(module: Any, worker: int, steps: range = range(3)) -> Gradients:
+    """Whole parameters after some steps of FSDP with the data of a worker."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
     for step in steps:
-        optimizer.zero_grad()
-        tokens, targets = batch(worker, step)
-        F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
+        backward(module, worker, step)
         optimizer.step()
+    return parameters(module)
 
 
 def in_one_group(cases: Cases, world_size: int) -> dict[str, list[Any]]:
@@ -184,7 +206,7 @@ def sent_elements() -> Iterator[list[int]]:
         counts.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 
-    with patched(dist, "all_reduce", counting):
+    with mock.patch.object(dist, "all_reduce", counting):
         yield counts
 
 
@@ -197,3 +219,8 @@ def freeze(model: Net) -> None:
 def checkpoint(model: Net, use_reentrant: bool = False) -> None:
     """Activation checkpointing of the blocks."""
     model.checkpointing = use_reentrant
+
+
+def check_said(*found: tuple[str, str]) -> None:
+    for said, pattern in found:
+        assert re.search(pattern, said, re.DOTALL), (said, pattern)

@@ -1,10 +1,11 @@
-"""Models, steps and measurements that the tests of the DDP hook share. All runs inside a worker."""
+"""Models, steps and measurements that the tests of the DDP hook share; what is logged, and how calls fail."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,24 +18,55 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 
 Gradients = dict[str, Tensor]
-WIDTH = 256
+WIDTH = 64
+RANK_2: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 0}
+# Bucket sizes in MB, named after how many buckets they make.
+MANY, FEW, ONE = 0.02, 0.05, 100.0
+# DDP's first backward pass has one bucket whatever their size, but for this option, with which it has several at once.
+AT_ONCE: dict[str, Any] = {"find_unused_parameters": True}
+Messages = list[tuple[int, str]]
+Saved = dict[str, Any]
 # Of relative differences: what rounding in fp32 adds up to in a few steps is below it.
 LIMIT = 1e-5
 
 
-def linear_stack(layers: int = 24, width: int = WIDTH, bias: bool = True, seed: int = 0) -> nn.Sequential:
+def linear_stack(layers: int = 6) -> nn.Sequential:
     """Linear layers whose initial weights are orthogonal, so that the gradients of all have the same size."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     for weight in (p for p in model.parameters() if p.dim() == 2):
         nn.init.orthogonal_(weight)
     return model
 
 
-def batch(worker: int, step: int, micro: int = 0, size: int = 16, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+class Given(nn.Module):
+    """A model whose parameters' gradients are exactly the tensors that it is given."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(tuple(shape))))
+        self.at: tuple[str, Callable[[Tensor], None]] | None = None
+
+    def forward(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Σ p · G over the parameters that are given a gradient; the others are unused.
+
+        Where the backward pass comes to the parameter ``self.at[0]`` it calls ``self.at[1]``.
+        """
+        products = []
+        for name, parameter in self.named_parameters():
+            if name in given:
+                product = parameter * given[name]
+                if self.at is not None and name == self.at[0]:
+                    product.register_hook(self.at[1])
+                products.append(product.sum())
+        return torch.stack(products).sum()
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one worker in one step."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + worker)
-    return torch.randn(size, width, generator=generator), torch.randn(size, width, generator=generator)
+    generator = torch.Generator().manual_seed(10_000 * step + worker)
+    return torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -43,40 +75,38 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Run:
-    """What ``train`` saw in each step."""
+    """What ``training`` saw in each step."""
 
     gradients: list[Gradients] = dataclasses.field(default_factory=list)
     digests: list[str] = dataclasses.field(default_factory=list)
 
 
-def train(
+def training(
     model: nn.Module,
     worker: int,
-    state: PowerSGDState | None,
+    state: Any,
+    steps: Iterable[int],
+    cap: float = MANY,
     *,
     hook: Callable[..., Any] = powerSGD_hook,
-    steps: Iterable[int] = range(10),
-    bucket_cap_mb: float = 0.3,
-    lr: float = 0.05,
     group: dist.ProcessGroup | None = None,
-    width: int = WIDTH,
     uneven: bool = False,
     before_step: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Run:
     """Train with DDP and, where ``state`` is given, the hook."""
     run = Run()
-    replica = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, process_group=group, **options)
+    replica = DistributedDataParallel(model, bucket_cap_mb=cap, process_group=group, **options)
     if state is not None:
         # DDP looks at the names of hooks.
         replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with replica.join(enable=uneven):
         for step in steps:
             if before_step is not None:
                 before_step(step)
             optimizer.zero_grad()
-            inputs, targets = batch(worker, step, width=width)
+            inputs, targets = batch(worker, step)
             squared_error(replica(inputs), targets).backward()
             run.gradients.append(gradients_of(model))
             optimizer.step()
@@ -151,7 +181,7 @@ def check_training(
         parameter.register_hook(lambda G, name=name: given.__setitem__(name, given.get(name, 0) + G.double()))
         for name, parameter in model.named_parameters()
     ]
-    run = train(model, worker, state, steps=steps, group=group, **options)
+    run = training(model, worker, state, steps, group=group, **options)
     for hook in hooks:
         hook.remove()
     after = {name: summed(error) for name, error in state.error().items()}
@@ -163,11 +193,56 @@ def check_training(
         assert relative(left, expected) <= LIMIT, name
 
 
+def state_for(model: nn.Module, kind: str = "named", group: dist.ProcessGroup | None = None) -> PowerSGDState:
+    return PowerSGDState(group, module=model if kind == "named" else None, **RANK_2)
+
+
+def backward(model: nn.Module, state: PowerSGDState, **options: Any) -> Callable[..., None]:
+    """A backward pass with DDP and the hook."""
+    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, **options)
+    replica.register_comm_hook(state, powerSGD_hook)
+
+    def step(number: int = 0) -> None:
+        model.zero_grad()
+        inputs, targets = batch(dist.get_rank(), number)
+        squared_error(replica(inputs), targets).backward()
+
+    return step
+
+
+def uninterrupted(worker: int, kind: str) -> Run:
+    model = linear_stack()
+    return training(model, worker, state_for(model, kind), range(8))
+
+
 @contextlib.contextmanager
-def patched(target: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(target, name)
-    setattr(target, name, replacement)
+def logged(name: str) -> Iterator[Messages]:
+    """Levels and texts of what is logged under a name."""
+    messages: Messages = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append((record.levelno, record.getMessage()))
+
+    logger, handler = logging.getLogger(name), Collector()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
     try:
-        yield
+        yield messages
     finally:
-        setattr(target, name, original)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def warnings(messages: Messages) -> list[str]:
+    return [text for level, text in messages if level == logging.WARNING]
+
+
+def complaint(attempt: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Kind and text of the exception that a call ends with."""
+    try:
+        attempt(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

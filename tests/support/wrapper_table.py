@@ -16,24 +16,17 @@ from torch.distributed.fsdp import ShardingStrategy
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support import deepspeed_training, tensor_parallel
-from tests.support.sharded_training import (
-    RANK_2,
-    Gradients,
-    Net,
-)
+from tests.support.sharded_training import RANK_2, RATE, Batch, Gradients, Net, loss_of
 from tests.support.wrappers import (
     FSDP1,
     FSDP2,
     HSDP,
-    RATE,
-    Batch,
     OptimizerLoop,
     PlainLoop,
     Replicate,
     TensorParallel,
     WithReplicateGroup,
     Wrapped,
-    loss_of,
 )
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
@@ -32,27 +31,20 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
 from tests.support import tensor_parallel
 from tests.support.sharded_training import (
+    RATE,
+    Batch,
     Block,
     Gradients,
     Net,
     full_mesh,
     hybrid_mesh,
+    loss_of,
     replica_mesh,
     replicated,
     sharded,
     whole,
 )
 from tests.support.training import total
-
-RATE = 0.5
-"""The learning rate: a power of two, so that dividing by it rounds nothing."""
-Batch = tuple[Tensor, Tensor]
-
-
-def loss_of(module: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy."""
-    tokens, targets = batch
-    return F.cross_entropy(module(tokens).float().flatten(0, 1), targets.flatten())
 
 
 def means(tensors: Mapping[str, Tensor]) -> Gradients:

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,28 +23,29 @@ from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hoo
 from tests.support.balance import Ledger, check_same
 from tests.support.checks import assert_equal_states, random_states
 from tests.support.distributed import make_test
-from tests.support.sharded_training import Net
+from tests.support.sharded_training import Net, loss_of
 from tests.support.sharded_training import batch as token_batch
-from tests.support.small import MANY, WIDTH, complaint, stack, training
 from tests.support.training import (
     LIMIT,
+    MANY,
+    WIDTH,
+    Gradients,
     Run,
     batch,
+    complaint,
     flat,
     gradients_of,
     linear_stack,
     local_gradients,
-    patched,
     relative,
     squared_error,
     step_differences,
     total,
+    training,
 )
-from tests.support.wrappers import Wrapped, loss_of
+from tests.support.wrappers import Wrapped
 
-STEPS = range(4)
-RANK = 2
-SCALE = 8.0
+STEPS, RANK, SCALE = range(4), 2, 8.0
 
 
 def state_of(model: nn.Module | None, rank: int = WIDTH, **settings: Any) -> PowerSGDState:
@@ -63,6 +65,17 @@ def replicated(model: nn.Module, state: PowerSGDState, hook: Any = powerSGD_hook
     # DDP looks at the names of hooks.
     replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
     return replica
+
+
+def check_averages(replica: Any, own: Gradients, allowed: float, dtype: torch.dtype = torch.float32) -> None:
+    """That averages of some steps are the means of the workers' own gradients."""
+    for step in range(3):
+        replica.zero_grad()
+        inputs, targets = batch(dist.get_rank(), step)
+        # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
+        (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
+        for name, gradient in gradients_of(replica.module).items():
+            assert relative(gradient, total(own[name]) / dist.get_world_size()) <= allowed, (dtype, step, name)
 
 
 COLLECTIVES = (
@@ -99,16 +112,16 @@ def collectives(worker: int, world_size: int) -> None:
 
         return call
 
-    model = stack()
+    model = linear_stack()
     state = state_of(model, RANK, error_dtype=torch.bfloat16)
     replica = replicated(model, state, hook)
     before = random_states()
     with contextlib.ExitStack() as stacked:
         for name in COLLECTIVES:
-            stacked.enter_context(patched(dist, name, noting(name, getattr(dist, name))))
-        stacked.enter_context(patched(Control, "gather", noting("gather", Control.gather)))
+            stacked.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        stacked.enter_context(mock.patch.object(Control, "gather", noting("gather", Control.gather)))
         for step in STEPS:
-            inputs, targets = batch(worker, step, width=WIDTH)
+            inputs, targets = batch(worker, step)
             calls.clear()
             seen.clear()
             squared_error(replica(inputs), targets).backward()
@@ -125,7 +138,7 @@ def collectives(worker: int, world_size: int) -> None:
 def groups(worker: int, world_size: int) -> None:
     """The state averages over the group that was set last, before the first step or between steps."""
     made = [dist.new_group(range(world_size)) for _ in range(2)]
-    model, used = stack(), []
+    model, used = linear_stack(), []
     state, original = state_of(model), dist.all_reduce
 
     def assign(step: int) -> None:
@@ -136,14 +149,14 @@ def groups(worker: int, world_size: int) -> None:
         used.append(made.index(kwargs["group"]))
         return original(tensor, *args, **kwargs)
 
-    with patched(dist, "all_reduce", noting):
+    with mock.patch.object(dist, "all_reduce", noting):
         got = training(model, worker, state, STEPS, before_step=assign)
-    check_runs(got, training(stack(), worker, None, STEPS))
+    check_runs(got, training(linear_stack(), worker, None, STEPS))
     assert used == sorted(used)
     assert set(used) == {0, 1}
     # One worker alone. The other one is told that it is not in the group.
     alone = dist.new_group([0])
-    assert ("not a member" in complaint(PowerSGDState, alone, module=stack())) == (worker == 1)
+    assert ("not a member" in complaint(PowerSGDState, alone, module=linear_stack())) == (worker == 1)
 
 
 def batched(worker: int, world_size: int) -> None:
@@ -157,10 +170,10 @@ def batched(worker: int, world_size: int) -> None:
         sizes.append(bucket.buffer().numel())
         return hook(state, bucket)
 
-    expected = training(stack(), worker, None, STEPS)
-    check_runs(training(stack(), worker, state_of(None, 1000, start_powerSGD_iter=2), STEPS, hook=hook), expected)
-    state = state_of(None, RANK, start_powerSGD_iter=2)
-    run = training(stack(), worker, state, range(20), hook=noting)
+    expected = training(linear_stack(), worker, None, STEPS)
+    full, state = (state_of(None, rank, start_powerSGD_iter=2) for rank in (1000, RANK))
+    check_runs(training(linear_stack(), worker, full, STEPS, hook=hook), expected)
+    run = training(linear_stack(), worker, state, range(20), hook=noting)
     check_same(run.gradients[-1].values())
     assert len(sizes) > 1
     shapes = {f"bucket {i}": (n // (math.isqrt(n - 1) + 1), math.isqrt(n - 1) + 1) for i, n in enumerate(sizes)}
@@ -174,7 +187,7 @@ def batched(worker: int, world_size: int) -> None:
 
 def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
     """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones."""
-    model, late = stack(), state_of(None, 1, start_powerSGD_iter=2)
+    model, late = linear_stack(), state_of(None, 1, start_powerSGD_iter=2)
     replica = DistributedDataParallel(model)
     training(model, worker, late, range(3), hook=batched_powerSGD_hook)
     for state, step, parts in (
@@ -195,18 +208,12 @@ def dtypes(worker: int, world_size: int) -> None:
         (torch.float64, powerSGD_hook, torch.float64),
         (torch.float32, rounding_hook, torch.float16),
     ):
-        model = linear_stack(3, WIDTH).to(dtype)
+        model = linear_stack(3).to(dtype)
         own = local_gradients(model)
         replica = replicated(model, state_of(model), hook)
-        for step in range(3):
-            model.zero_grad()
-            inputs, targets = batch(worker, step, width=WIDTH)
-            # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
-            (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
-            for name, gradient in gradients_of(model).items():
-                # Rounded before and after; the workers' gradients may cancel.
-                allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-                assert relative(gradient, total(own[name]) / world_size) <= allowed, (dtype, wire, name)
+        # Rounded before and after; the workers' gradients may cancel.
+        allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        check_averages(replica, own, allowed, dtype)
 
 
 def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
@@ -223,20 +230,15 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
         return future
 
     replica.register_comm_hook(state_of(model), hook)
-    for step in range(3):
-        replica.zero_grad()
-        inputs, targets = batch(worker, step, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
-        for name, gradient in gradients_of(model).items():
-            assert relative(gradient, total(own[name]) / world_size) <= LIMIT, (step, name)
+    check_averages(replica, own, LIMIT)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:
     """Join: worker 1 has two steps more than worker 0."""
     steps = range(3 + 2 * worker)
-    expected = training(stack(), worker, None, steps, uneven=True)
+    expected = training(linear_stack(), worker, None, steps, uneven=True)
     for rank in (WIDTH, RANK):
-        model = stack()
+        model = linear_stack()
         got = training(model, worker, state_of(model, rank), steps, uneven=True)
         assert all(flat(gradients).isfinite().all() for gradients in got.gradients)
         if rank == WIDTH:

@@ -7,8 +7,9 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,20 +20,25 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, batches, check_same
-from tests.support.distributed import environment, make_test, on_workers
+from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
 from tests.support.sharded_training import Net, sent_elements
-from tests.support.small import MANY, RANK_2, WIDTH, complaint, logged, stack, training
 from tests.support.training import (
     LIMIT,
+    RANK_2,
+    WIDTH,
     batch,
     check_training,
+    complaint,
     gradients_of,
+    linear_stack,
+    logged,
     relative,
     squared_error,
     step_differences,
     total,
+    training,
 )
 from tests.support.wrapper_table import in_nodes
 from tests.support.wrappers import Wrapped
@@ -41,11 +47,9 @@ SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""
 
 
-@contextlib.contextmanager
-def nodes_of(size: int, worker: int) -> Iterator[None]:
+def nodes_of(size: int, worker: int) -> Any:
     """What torchrun sets on nodes of this size."""
-    with environment(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(worker % size)):
-        yield
+    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(worker % size))
 
 
 def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -72,7 +76,7 @@ def unused(worker: int, world_size: int) -> None:
 def shares(worker: int, world_size: int) -> None:
     """The two workers of a node hold and multiply each matrix once, in about equal shares."""
     with nodes_of(2, worker):
-        model = stack()
+        model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
     memory = state._engine.residuals
@@ -92,7 +96,7 @@ def shares(worker: int, world_size: int) -> None:
     state._engine.connect(Communicator(None, node_group=(inside, across)))
     # With other nodes, and with the same ones again.
     for owed in (before, None):
-        check_training(model, worker, state, [7], owed, bucket_cap_mb=MANY, width=WIDTH)
+        check_training(model, worker, state, [7], owed)
 
 
 VICTIM = 3
@@ -102,14 +106,14 @@ VICTIM = 3
 def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: int) -> None:
     """The others are told. Each of their errors is what it was, or has the gradients of their node too."""
     with nodes_of(2, worker):
-        model = stack()
+        model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
         before = {name: error.double() for name, error in state.error().items()}
         twin = copy.deepcopy(model)
         twin.zero_grad()
         for member in (worker, worker ^ 1):
-            inputs, targets = batch(member, 2, width=WIDTH)
+            inputs, targets = batch(member, 2)
             squared_error(twin(inputs), targets).backward()
         given = gradients_of(twin)
         if worker == VICTIM:
@@ -126,14 +130,14 @@ def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: 
 def resumed(worker: int, world_size: int) -> None:
     """Saved with two nodes of two workers; continued by every layout, by a copy and by a pickle."""
     with nodes_of(2, worker):
-        model = stack()
+        model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
         weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
         # A copy knows the parameters of the model itself.
         ways = [(model, copy.deepcopy(state)), (model, pickle.loads(pickle.dumps(state)))]
         for node_group in (None, pair(worker, world_size, 4), init_device_mesh("cpu", (2, 2))):
-            other = stack()
+            other = linear_stack()
             ways.append((other, state_for(other, node_group)))
             ways[-1][1].load_state_dict(saved)
         expected = training(model, worker, state, range(2, 4)).gradients
@@ -148,7 +152,7 @@ class TwoDtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = stack()
+        self.layers = linear_stack()
         self.layers[:3].to(torch.bfloat16)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -157,10 +161,10 @@ class TwoDtypes(nn.Module):
 
 
 TRAININGS: list[tuple[Callable[[], nn.Module], str | None, dict[str, Any]]] = [
-    (stack, None, {}),
-    (stack, "auto", {}),
-    (stack, "auto", {"algorithm": "alternating"}),
-    (stack, None, {"start_powerSGD_iter": 2}),
+    (linear_stack, None, {}),
+    (linear_stack, "auto", {}),
+    (linear_stack, "auto", {"algorithm": "alternating"}),
+    (linear_stack, None, {"start_powerSGD_iter": 2}),
     (TwoDtypes, None, {}),
 ]
 
@@ -189,7 +193,7 @@ def interrupted(worker: int, world_size: int) -> None:
     """An exception while buckets wait: they are forgotten, and the next step sends all of its own gradients."""
     for node_group in (None, "auto"):
         with nodes_of(2, worker), latency_decides():
-            model = stack()
+            model = linear_stack()
             state = state_for(model, node_group, wire_dtype="int4")
             training(model, worker, state, range(2))
 
@@ -202,7 +206,7 @@ def interrupted(worker: int, world_size: int) -> None:
             handle.remove()
             # As saved and loaded right after it.
             state.load_state_dict(state.state_dict())
-            check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, find_unused_parameters=True)
+            check_training(model, worker, state, range(3), find_unused_parameters=True)
 
 
 def refused(worker: int, world_size: int) -> None:
@@ -224,7 +228,7 @@ def refused(worker: int, world_size: int) -> None:
         (init_device_mesh("cpu", (4,)), "two dimensions"),
         ((inside,), "TypeError: node_group must be"),
     ):
-        assert said in complaint(state_for, stack(), wrong)
+        assert said in complaint(state_for, linear_stack(), wrong)
     # The third one is wrong on one worker alone.
     for groups in ((alone, across), (everyone, everyone), (inside if worker else alone, across), (inside, crossed)):
         assert re.search("ValueError.*groups of node_group must", step(groups))
@@ -239,14 +243,15 @@ test_two_nodes = make_test([unused, shares, resumed, joined, interrupted, refuse
 @on_workers(3)
 def test_unequal_nodes_use_one_level(worker: int, world_size: int) -> None:
     """Nodes of 2 and 1 workers, of 3, and none that are known, use one level, and worker 0 says so."""
-    expected = training(stack(), worker, None, range(2))
+    expected = training(linear_stack(), worker, None, range(2))
     for reason, size, index in (
         ("2, 1 workers", "2" if worker < 2 else "1", str(worker % 2)),
         ("3 workers", "3", str(worker)),
         ("not set", "", ""),
     ):
-        model = stack()
-        with environment(LOCAL_WORLD_SIZE=size, LOCAL_RANK=index), logged("powersgd_triton") as messages:
+        model = linear_stack()
+        variables = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=size, LOCAL_RANK=index)
+        with variables, logged("powersgd_triton") as messages:
             got = training(model, worker, state_for(model, matrix_approximation_rank=WIDTH), range(2))
         about = [text for _, text in messages if "node" in text]
         assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,27 @@ from powersgd_triton import PowerSGDConfig, checkpoint
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.balance import check_same
-from tests.support.checks import assert_equal_states, same_bits
+from tests.support.checks import GONE, assert_equal_states, put, same_bits
 from tests.support.distributed import folder, make_test
-from tests.support.small import (
+from tests.support.training import (
     AT_ONCE,
     FEW,
+    LIMIT,
     MANY,
     ONE,
     RANK_2,
     WIDTH,
-    Saved,
+    check_training,
     complaint,
+    linear_stack,
     logged,
-    stack,
+    relative,
     state_for,
+    step_differences,
     training,
     uninterrupted,
     warnings,
 )
-from tests.support.training import LIMIT, check_training, linear_stack, relative, step_differences
 
 
 def check_said(said: str, *parts: str) -> None:
@@ -49,7 +50,7 @@ def resumed(worker: int, world_size: int) -> None:
     """A run goes on in other buckets if the state has the model, and else in the same ones."""
     for kind, cap in (("named", FEW), ("named", ONE), ("numbered", MANY)):
         expected = uninterrupted(worker, kind).gradients
-        model, other = stack(), stack()
+        model, other = linear_stack(), linear_stack()
         state, fresh = state_for(model, kind), state_for(other, kind)
         training(model, worker, state, range(4))
         saved = state.state_dict()
@@ -69,7 +70,7 @@ def resumed(worker: int, world_size: int) -> None:
 
 def other_boundaries(worker: int, world_size: int) -> None:
     """A state that knows parameters by numbers refuses other bucket boundaries, and names module=."""
-    model = stack()
+    model = linear_stack()
     numbered = state_for(model, "numbered")
     training(model, worker, numbered, range(3), cap=FEW, **AT_ONCE)
     saved = numbered.state_dict()
@@ -85,7 +86,7 @@ def other_boundaries(worker: int, world_size: int) -> None:
 def pickled(worker: int, world_size: int) -> None:
     """A run goes on from a pickle, which has the worker's own error, and logs what torch's does."""
     group = dist.new_group(range(world_size))
-    model = stack()
+    model = linear_stack()
     state = state_for(model, "named", group)
     training(model, worker, state, range(4))
     said, found = [], []
@@ -111,7 +112,7 @@ def pickled(worker: int, world_size: int) -> None:
 
 def of_another_worker(worker: int, world_size: int) -> None:
     """The error in a pickle is used by the worker that has made it, in a group of that size, and dropped elsewhere."""
-    model = stack()
+    model = linear_stack()
     state = state_for(model)
     training(model, worker, state, range(4))
     sent: list[Any] = [pickle.dumps(state), state.error()]
@@ -128,7 +129,7 @@ def check_owed(state: Any, worker: int, owed: dict[str, Tensor], group: dist.Pro
     """That a step loses nothing if the workers owed ``owed`` together. Whether it was said that an error is dropped."""
     state.process_group = group
     with logged(ddp.__name__) as messages:
-        check_training(stack(), worker, state, [4], owed, group, bucket_cap_mb=MANY, width=WIDTH)
+        check_training(linear_stack(), worker, state, [4], owed, group)
     return any("its error is dropped" in text for text in warnings(messages))
 
 
@@ -136,34 +137,25 @@ test_on_two_workers = make_test([resumed, other_boundaries, pickled, of_another_
 alone = pytest.mark.usefixtures("one_worker")
 
 
-def replaced(key: str, value: Any) -> Callable[[Saved], Any]:
-    return lambda state: state.__setitem__(key, value)
-
-
-def first_part(key: str, value: Any) -> Callable[[Saved], Any]:
-    return lambda state: next(iter(state["matrices"].values())).__setitem__(key, value)
-
-
-def first_of_bucket(*shape: Any) -> Callable[[Saved], Any]:
-    return lambda state: state["buckets"][0].__setitem__(0, (state["buckets"][0][0][0], *shape))
-
-
-# What is not of DDP's hook is damaged in the tests of the compressor's states.
-DAMAGE: dict[str, Callable[[Saved], Any]] = {
-    "no buckets": lambda state: state.pop("buckets"),
-    "iteration is negative": replaced("iteration", -1),
-    "buckets is a number": replaced("buckets", 3),
-    "buckets is text": replaced("buckets", "bucket"),
-    "bucket is None": lambda state: state["buckets"].__setitem__(0, None),
-    "parameter without a shape": first_of_bucket(),
-    "parameter's shape is None": first_of_bucket(None),
-    "basis has other rows": first_part("basis", torch.zeros(WIDTH - 1, 2)),
-    # Before the first step a state without module= does not know these.
-    "of the model: parameter has another shape": first_of_bucket((5, 12)),
-    "of the model: a matrix is missing": lambda state: state["matrices"].popitem(),
-    "of the model: a matrix is renamed": lambda state: state["matrices"].update(x=state["matrices"].popitem()[1]),
-    "of the model: error has other rows": first_part("error", torch.zeros(WIDTH - 1, WIDTH)),
-}
+# (place in a saved state, what it must not be), where "*" is the first matrix. What is not of DDP's hook is damaged in
+# the tests of the compressor's states.
+DAMAGE: list[tuple[str, Any]] = [
+    ("buckets", GONE),
+    ("iteration", -1),
+    ("buckets", 3),
+    ("buckets", "bucket"),
+    ("buckets/0", None),
+    ("buckets/0/0/1", GONE),
+    ("buckets/0/0/1", None),
+    ("matrices/*/basis", torch.zeros(WIDTH - 1, 2)),
+]
+# Before the first step a state without module= does not know these.
+OF_THE_MODEL: list[tuple[str, Any]] = [
+    ("buckets/0/0/1", (5, 12)),
+    ("matrices/*", GONE),
+    ("matrices/x", {"basis": torch.ones(WIDTH, 2), "error": torch.zeros(WIDTH, WIDTH)}),
+    ("matrices/*/error", torch.zeros(WIDTH - 1, WIDTH)),
+]
 
 
 @alone
@@ -171,19 +163,17 @@ DAMAGE: dict[str, Callable[[Saved], Any]] = {
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -> None:
     def prepared(steps: int) -> tuple[nn.Module, PowerSGDState]:
-        model = linear_stack(2, WIDTH)
+        model = linear_stack(2)
         state = state_for(model, kind)
         training(model, 0, state, range(steps))
         return model, state
 
     good = prepared(3)[1].state_dict()
     (model, state), (untouched_model, untouched) = prepared(steps), prepared(steps)
-    for name, damage in DAMAGE.items():
-        if not name.startswith("of the model") or (kind, steps) != ("numbered", 0):
-            bad = copy.deepcopy(good)
-            damage(bad)
-            assert complaint(state.load_state_dict, bad).startswith("ValueError"), name
-            assert_equal_states(state.state_dict(), untouched.state_dict())
+    for place, junk in DAMAGE + OF_THE_MODEL * ((kind, steps) != ("numbered", 0)):
+        bad = put(good, place.replace("*", next(iter(good["matrices"]))), junk)
+        assert complaint(state.load_state_dict, bad).startswith("ValueError"), (place, junk)
+        assert_equal_states(state.state_dict(), untouched.state_dict())
     expected = training(untouched_model, 0, untouched, range(steps, steps + 2))
     assert training(model, 0, state, range(steps, steps + 2)).digests == expected.digests
     state.load_state_dict(good)
@@ -191,8 +181,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -
 
 @alone
 def test_another_module_is_blamed_and_a_layer_that_was_added_later_is_named() -> None:
-    check_said(complaint(training, stack(), 0, state_for(stack()), range(1)), "", "module=")
-    model = stack()
+    check_said(complaint(training, linear_stack(), 0, state_for(linear_stack()), range(1)), "", "module=")
+    model = linear_stack()
     state = state_for(model)
     model.append(nn.Linear(WIDTH, 4))
     said = complaint(training, model, 0, state, range(1))
@@ -215,7 +205,7 @@ def test_ranks_of_numpy() -> None:
 @alone
 @pytest.mark.parametrize("options", [{}, {"module": None}, {"compression": 1.1}], ids=["named", "numbered", "budget"])
 def test_a_deep_copy_goes_on_by_itself(options: dict[str, Any]) -> None:
-    model, scale = stack(), torch.ones(())
+    model, scale = linear_stack(), torch.ones(())
     settings = {"start_powerSGD_iter": 0, "min_compression_rate": 0} if "compression" in options else RANK_2
     state = PowerSGDState(None, **{**settings, "module": model, **options})
     state.attach(lambda: scale)
@@ -242,7 +232,7 @@ def test_a_deep_copy_goes_on_by_itself(options: dict[str, Any]) -> None:
 @alone
 def test_pickles_with_a_budget() -> None:
     """Ranks that were planned are pickled, and the names that they belong to."""
-    model = stack()
+    model = linear_stack()
     state = PowerSGDState(None, module=model, compression=1.1, replan_every=2)
     with pytest.raises(ValueError, match="can be pickled after its first step"):
         pickle.dumps(state)

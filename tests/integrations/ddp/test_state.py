@@ -18,7 +18,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import make_test
-from tests.support.small import ONE, RANK_2, WIDTH, Messages, complaint, logged, stack, training
+from tests.support.training import ONE, RANK_2, WIDTH, Messages, complaint, linear_stack, logged, training
 
 
 def test_torchs_interface() -> None:
@@ -164,7 +164,7 @@ def starts(worker: int, world_size: int) -> None:
     """The start is logged once, with several buckets. The batched hook's messages are those of torch's, which fails."""
     for start in (0, 3):
         with logged(torchs.__name__) as messages:
-            training(stack(), worker, PowerSGDState(None, **{**RANK_2, "start_powerSGD_iter": start}), range(5))
+            training(linear_stack(), worker, PowerSGDState(None, **{**RANK_2, "start_powerSGD_iter": start}), range(5))
         found = [text for _, text in messages if text.startswith("Start to apply")]
         assert found == [f"Start to apply PowerSGD after {start} iterations."]
     said = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,20 +18,10 @@ from torch import Tensor
 
 from powersgd_triton import checkpoint
 from tests.support.checks import same_bits
-from tests.support.deepspeed_training import (
-    RANK_4,
-    Case,
-    Job,
-    convert,
-    each,
-    engine_for,
-    losses,
-    parametrized,
-    weights,
-)
+from tests.support.deepspeed_training import RANK_4, Case, convert, each, engine_for, losses, ready, weights
 from tests.support.distributed import folder, run
-from tests.support.sharded_training import Net
-from tests.support.small import complaint
+from tests.support.sharded_training import Net, make_test
+from tests.support.training import complaint
 from tests.support.wrappers import means
 
 
@@ -99,15 +89,9 @@ def brings_no_error_with_weights_alone() -> None:
                 assert not any(error.any() for error in found.values())
 
 
-@parametrized(
-    [
-        *each(is_there_before_the_checkpoint_is_the_latest, 0, 3),
-        Job(brings_no_error_with_weights_alone),
-    ]
+test_a_checkpoint = make_test(
+    each(is_there_before_the_checkpoint_is_the_latest, 0, 3) | each(brings_no_error_with_weights_alone, ()), 2
 )
-def test_a_checkpoint(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    finish(job)
 
 
 def save(case: Case, path: str, section: Mapping[str, Any] | None = RANK_4) -> None:
@@ -135,12 +119,12 @@ def load(case: Case, path: str, errors: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "before", "after"), [(1, 2, 3), (2, 3, 2), (3, 2, 3), (3, 3, 2)])
 def test_universal_checkpoints_ask_for_the_state(stage: int, before: int, after: int, tmp_path: Path) -> None:
-    run(Job(save, (Case("", stage), str(tmp_path))), before)
+    run(ready, before, save, (Case("", stage), str(tmp_path)))
     universal = convert(tmp_path / "saved", tmp_path / "universal" / "saved")
     case = Case("", stage, {"checkpoint": {"load_universal": True}})
-    loaded = Job(load, (case, str(universal.parent), f"{tmp_path}/errors"))
+    arguments = case, str(universal.parent), f"{tmp_path}/errors"
     with pytest.raises(RuntimeError, match=r"universal checkpoint .* has no PowerSGD state.*cp "):
-        run(loaded, after)
+        run(ready, after, load, arguments)
     (state,) = (tmp_path / "saved").glob("powersgd_*_state.pt")
     shutil.copy(state, universal)
-    run(loaded, after)
+    run(ready, after, load, arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support import deepspeed_training
-from tests.support.deepspeed_training import FULL_RANK, Case, Job, each, engine_for, losses, parametrized, weights, zero
+from tests.support.deepspeed_training import FULL_RANK, Case, each, engine_for, losses, weights, zero
 from tests.support.distributed import folder
-from tests.support.sharded_training import TOKENS, WIDTH, batch
-from tests.support.small import complaint
+from tests.support.sharded_training import TOKENS, WIDTH, batch, make_test
+from tests.support.training import complaint
 
 RANK_2 = {"rank": 2, "min_compression_rate": 1, "parameters": None}
 EXPERTS = "deepspeed_moe.experts"
@@ -139,14 +139,5 @@ def continues(stage: int) -> None:
             assert "compresses those of ep_size_1. Continue" in complaint(engine.load_checkpoint, path)
 
 
-@parametrized(
-    [
-        *each(full_rank, 0, 1, 2, workers=2, slow=True),
-        *each(full_rank, 0, 2, workers=4),
-        *each(conserves, 0, 2, workers=4),
-        Job(continues, (1,), workers=4),
-    ]
-)
-def test_experts(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    finish(job)
+test_four_workers = make_test(each(full_rank, 0, 2) | each(conserves, 0, 2) | each(continues, 1), 4)
+test_two_workers = pytest.mark.slow(make_test(each(full_rank, 0, 1, 2), 2))

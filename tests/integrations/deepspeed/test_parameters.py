@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,17 @@ from tests.support.deepspeed_training import (
     LOGGED,
     OFFLOAD,
     Case,
-    Job,
     StubScaler,
     each,
     engine_for,
     logged_bytes,
     losses,
-    parametrized,
     spoiled,
     zero,
 )
 from tests.support.distributed import folder
-from tests.support.sharded_training import Net, batch
-from tests.support.small import complaint
+from tests.support.sharded_training import Net, batch, make_test
+from tests.support.training import complaint
 
 INT2 = {"rank": 4, "parameters": "int2"}
 SMALL_MESSAGES = zero(allgather_bucket_size=700, overlap_comm=True, reduce_bucket_size=2000)
@@ -270,20 +268,18 @@ def sends_what_is_reported(case: Case) -> None:
         assert sent[0] / sent[1] > 0.94 * (16 if "bf16" in case.options else 32) / (2 + 16 / 128)
 
 
-JOBS: list[Job] = [
-    *each(follows, *FOLLOWED),
-    *each(follows, *[(*one, 6, 1) for one in MORE_WORKERS], workers=3),
-    *each(follows, *[(*one, 10, 1) for one in MORE_WORKERS], workers=4, slow=True),
-    *each(resumes, *PLAIN, OFFLOADED),
-    *each(exports_the_masters, *PLAIN, OFFLOADED),
-    *each(keeps_its_copies_when_a_step_fails, *PLAIN),
-    *each(sends_what_is_reported, *PLAIN, LITTLE),
-    *each(learns_in_a_pipeline, Case("one stage", 1, BF16, pipeline_stages=1)),
-    *each(learns_in_a_pipeline, Case("two stages", 1, pipeline_stages=2), workers=4, slow=True),
-]
-
-
-@parametrized(JOBS)
-def test_parameters(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    finish(job)
+test_two_workers = make_test(
+    {
+        **each(follows, *FOLLOWED),
+        **each(resumes, *PLAIN, OFFLOADED),
+        **each(exports_the_masters, *PLAIN, OFFLOADED),
+        **each(keeps_its_copies_when_a_step_fails, *PLAIN),
+        **each(sends_what_is_reported, *PLAIN, LITTLE),
+        **each(learns_in_a_pipeline, Case("one stage", 1, BF16, pipeline_stages=1)),
+    },
+    2,
+)
+test_three_workers = make_test(each(follows, *[(*one, 6, 1) for one in MORE_WORKERS]), 3)
+MORE = each(follows, *[(*one, 10, 1) for one in MORE_WORKERS])
+STAGES = each(learns_in_a_pipeline, Case("two stages", 1, pipeline_stages=2))
+test_four_workers = pytest.mark.slow(make_test(MORE | STAGES, 4))

@@ -24,9 +24,9 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import deepspeed as adapter
 from powersgd_triton.integrations.deepspeed import refusals
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
-from tests.support.deepspeed_training import RANK_4, Case, Job, configuration, engine_for, parametrized
-from tests.support.sharded_training import Net
-from tests.support.small import complaint
+from tests.support.deepspeed_training import RANK_4, Case, configuration, each, engine_for
+from tests.support.sharded_training import Net, make_test
+from tests.support.training import complaint
 
 
 class Stage1Optimizer(SimpleNamespace):
@@ -249,7 +249,4 @@ def is_refused_with_all_reasons() -> None:
         assert not hasattr(engine, "powersgd")
 
 
-@parametrized([Job(is_switched_on_and_off), Job(is_refused_with_all_reasons)])
-def test_an_engine(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    finish(job)
+test_an_engine = make_test(each(is_switched_on_and_off, ()) | each(is_refused_with_all_reasons, ()), 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,18 +24,16 @@ from tests.support.deepspeed_training import (
     OFFLOAD,
     RANK_4,
     Case,
-    Job,
     each,
     engine_for,
     logged_bytes,
     losses,
-    parametrized,
     spoiled,
     weights,
     zero,
 )
-from tests.support.sharded_training import RANK_2, Net
-from tests.support.training import patched, total
+from tests.support.sharded_training import RANK_2, Net, make_test
+from tests.support.training import total
 
 STEPS = 6
 CLIPPING = {"gradient_clipping": 0.3}
@@ -191,7 +189,7 @@ def carries_what_deepspeed_alone_skips(stage: int) -> None:
     ledger = Ledger(model)
     ledger.step(batches(model, 0))
     before = model.parameters()
-    with patched(model.module.optimizer, "scaled_global_norm", lambda *_, **__: torch.tensor(torch.inf)):
+    with mock.patch.object(model.module.optimizer, "scaled_global_norm", return_value=torch.tensor(torch.inf)):
         ledger.step(batches(model, 1))
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.parameters().items())
     ledger.step(batches(model, 2))
@@ -215,27 +213,22 @@ def notices_what_goes_around(stage: int) -> None:
 
 THRICE = {"gradient_accumulation_steps": 3}
 WIDE_CASES = [Case(f"stage {n}, {name}", n, options, **how) for name, stages, options, how in WIDE for n in stages]
-JOBS: list[Job] = [
-    *each(full_rank, *QUICK),
-    *each(full_rank, *[Case(f"stage {stage}, small buckets", stage, SMALL) for stage in (3,)], workers=3),
-    *each(
-        full_rank, *[Case(f"stage {stage}, small buckets", stage, SMALL) for stage in (0, 1, 2)], workers=3, slow=True
-    ),
-    *each(full_rank, *WIDE_CASES, slow=True),
-    *each(full_rank, *PIPELINES, workers=4, slow=True),
-    *each(writes_its_own_slice, *ALL, workers=3),
-    *each(compresses_once_a_step, *[(Case(f"stage {n}", n, THRICE), 2 if n < 2 else 6) for n in ALL]),
-    *each(compresses_once_a_step, *[(Case(f"stage {n}, coalesced", n, way="coalesced"), 2) for n in SHARDED]),
-    *each(compresses_once_a_step, (Case("pipeline", 0, THRICE, pipeline_stages=1), 2)),
-    *each(sends_what_is_reported, *ALL),
-    *each(notices_what_goes_around, *ALL),
-    *each(carries_what_deepspeed_alone_skips, 1, 2),
-    # Last: DeepSpeed remembers autocast for a process's life.
-    *each(skips_overflows_in_fp16, "blocks.0.up.weight", "blocks.0.norm.bias"),
-]
-
-
-@parametrized(JOBS)
-def test_training(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    finish(job)
+SMALL_BUCKETS = [Case(f"stage {stage}, small buckets", stage, SMALL) for stage in ALL]
+test_two_workers = make_test(
+    {
+        **each(full_rank, *QUICK),
+        **each(compresses_once_a_step, *[(Case(f"stage {n}", n, THRICE), 2 if n < 2 else 6) for n in ALL]),
+        **each(compresses_once_a_step, *[(Case(f"stage {n}, coalesced", n, way="coalesced"), 2) for n in SHARDED]),
+        **each(compresses_once_a_step, (Case("pipeline", 0, THRICE, pipeline_stages=1), 2)),
+        **each(sends_what_is_reported, *ALL),
+        **each(notices_what_goes_around, *ALL),
+        **each(carries_what_deepspeed_alone_skips, 1, 2),
+        # Last: DeepSpeed remembers autocast for a process's life.
+        **each(skips_overflows_in_fp16, "blocks.0.up.weight", "blocks.0.norm.bias"),
+    },
+    2,
+)
+test_three_workers = make_test(each(full_rank, SMALL_BUCKETS[3]) | each(writes_its_own_slice, *ALL), 3)
+test_more_buckets = pytest.mark.slow(make_test(each(full_rank, *SMALL_BUCKETS[:3]), 3))
+test_more_ways = pytest.mark.slow(make_test(each(full_rank, *WIDE_CASES), 2))
+test_four_workers = pytest.mark.slow(make_test(each(full_rank, *PIPELINES), 4))

@@ -1,23 +1,40 @@
-"""What local steps refuse, at the beginning and before an exchange: all workers hear of it, and can go on."""
+"""What local steps refuse, and exchanges that fail: all workers hear of it, nothing is lost, and all can go on."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.distributed import make_test
-from tests.support.local_steps import NESTEROV, TERNARY, Training, batch, flat, model, owed, same_bits, theta
-from tests.support.small import complaint
+from powersgd_triton.comm import communicator
+from powersgd_triton.core import schedule
+from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
+from tests.support.distributed import make_test, on_workers
+from tests.support.local_steps import (
+    LOST,
+    NESTEROV,
+    TERNARY,
+    InFSDP2,
+    Training,
+    batch,
+    flat,
+    mean,
+    model,
+    owed,
+    same_bits,
+    theta,
+)
+from tests.support.training import complaint
 
 EVERY = 4
 
@@ -101,3 +118,70 @@ def refuses_later(worker: int, _world_size: int) -> None:
 
 test_two_workers = make_test([refuses, refuses_later], 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
+
+
+ROUND = 3
+
+
+@contextlib.contextmanager
+def failing(last: int, fragment: int) -> Iterator[list[str]]:
+    """Let an exchange fail at a message, on this worker. What goes wrong in the block is in the list."""
+    waits, failures = itertools.count(1), list[str]()
+
+    def wait(work: Any) -> None:
+        communicator.wait(work)
+        if next(waits) == last:
+            raise RuntimeError("injected")
+
+    with mock.patch.object(schedule, "wait", wait), mock.patch.object(pending_exchange, "FRAGMENT", fragment):
+        try:
+            yield failures
+        except RuntimeError as failure:
+            failures.append(str(failure))
+    assert failures in ([], ["injected"])
+
+
+@on_workers(4)
+def test_two_levels_and_shards(worker: int, world_size: int) -> None:
+    """The errors of a node have the sum of its workers' pseudo-gradients."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    training = Training(worker, "rank", ROUND, node_group=mesh)
+    training.train(ROUND)
+    assert training.sync._engine.communicator.inside is not None
+    for last in itertools.count(1):
+        training.train(ROUND - 1)
+        kept = owed(training.sync)
+        # The smallest fragments have one tensor each. Those that were averaged and written already are taken back too.
+        with failing(last, 50 if last % 2 else 200) as failures:
+            training.train(1)
+        training.check()
+        if not failures:
+            break
+        assert training.sync.since >= ROUND
+        # Rows of the errors may have moved to another worker of the node.
+        assert float(mean(kept - owed(training.sync)).abs().max()) < LOST, last
+        training.train(ROUND)
+    assert last > 2, "no message has failed"
+    training.finish()
+    training = Training(worker, "ternary", ROUND, node_group=mesh)
+    training.train(2 * ROUND)
+    training.finish()
+    # The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again.
+    for config in ("ternary", "rank"):
+        training = InFSDP2(worker, config, 1)
+        for step in range(4):
+            with failing(step if worker % 2 == 0 else 0, 50) as failures:
+                training.train(1)
+            assert bool(failures) == (step > 0 and worker % 2 == 0)
+            assert training.sync.since == step
+            training.check()
+        training.finish()
+        assert theta(training.sync).isfinite().all()
+    # With a delay, the second of several fragments fails on all workers.
+    training = InFSDP2(worker, "ternary", 6, delay=5)
+    training.train(6)
+    with failing(3, 50) as failures:
+        training.train(5)
+    assert failures
+    training.train(7)
+    training.finish()

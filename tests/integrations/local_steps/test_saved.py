@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import checkpoint
+from tests.support.checks import put
 from tests.support.distributed import folder, make_test, run
-from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, put, same_bits, theta
-from tests.support.small import complaint
+from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, same_bits, theta
+from tests.support.training import complaint
 
 EVERY, INTERRUPTED, STEPS = 3, 8, 14
 """It is interrupted in the middle of a round."""

@@ -18,18 +18,8 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
-from tests.support.local_steps import (
-    NESTEROV,
-    TERNARY,
-    WITH_MOMENTUM,
-    Training,
-    flat,
-    mean,
-    model,
-    owed,
-    theta,
-)
-from tests.support.small import complaint, logged, warnings
+from tests.support.local_steps import NESTEROV, TERNARY, WITH_MOMENTUM, Training, flat, mean, model, owed, theta
+from tests.support.training import complaint, logged, warnings
 
 STEPS, EVERY = 12, 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, Job, parametrized
+from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, ready
 from tests.support.distributed import folder
 from tests.support.exchanges import Watch
 from tests.support.local_steps import (
@@ -36,7 +37,8 @@ from tests.support.local_steps import (
     same_bits,
     theta,
 )
-from tests.support.small import complaint
+from tests.support.sharded_training import make_test
+from tests.support.training import complaint
 
 STEPS, EVERY = 9, 3
 
@@ -218,16 +220,17 @@ SLOW_ENGINES: dict[str, Callable[[], None]] = {
     "engines resume, BF16_Optimizer": partial(resumes, "deepspeed", "ternary", **ENGINES["BF16_Optimizer"]),
     **{f"engines conserve, {name}": partial(conserves, "deepspeed", CODED, **how) for name, how in ENGINES.items()},
 }
-JOBS = [
-    Job(body, (), WORKERS, cases is SLOW_ENGINES, cases is not QUICK, name)
-    for cases in (QUICK, QUICK_ENGINES, SLOW_ENGINES)
-    for name, body in cases.items()
-]
 
 
-@parametrized(JOBS)
-def test_local_steps(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above."""
-    if job.engine:
-        pytest.importorskip("deepspeed")
-    finish(job)
+def called(_worker: int, _world_size: int, body: Callable[[], None]) -> None:
+    body()
+
+
+def of(cases: dict[str, Callable[[], None]], how: Callable[..., None] = ready) -> Callable[..., None]:
+    return make_test({name: partial(how, body=body) for name, body in cases.items()}, WORKERS)
+
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing")
+test_local_steps = of(QUICK, called)
+test_engines = needs_deepspeed(of(QUICK_ENGINES))
+test_more_engines = pytest.mark.slow(needs_deepspeed(of(SLOW_ENGINES)))

@@ -11,7 +11,6 @@ from tests.support.elastic.run import Outcome, run
 from tests.support.elastic.worker import WORKERS, Fault, Scenario
 
 PAGE = Path("docs", "guides", "torchft.md")
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 HEAD = (
     "| fault | injected | seconds to the next step: median, most | void steps, most | split votes | lost, most "
     "| other bits | hung |\n|---|---|---|---|---|---|---|---|"

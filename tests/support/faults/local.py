@@ -6,13 +6,13 @@ import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, rounds
 from tests.support.local_steps import CONFIGS, NESTEROV, SGD, mean, real, same_bits
-from tests.support.training import patched
 
 SHAPES = {"w": (12, 8), "v": (7, 9), "b": (9,), "s": (), "e": (0, 4), "c": (3, 5), "z": (4, 3)}
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,7 +90,10 @@ class Local:
 
     def act(self, call: Callable[[], Any]) -> Any:
         """Call something of the local steps, and note the exchanges that begin in it."""
-        with patched(rounds, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
+        with (
+            mock.patch.object(rounds, "PendingExchange", self._begun),
+            mock.patch.object(pending_exchange, "FRAGMENT", self.fragment),
+        ):
             return call()
 
     def _begun(self, *arguments: Any) -> Any:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from powersgd_triton.core import schedule
 from powersgd_triton.core.buckets import Buckets
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
+from tests.support.checks import put
 from tests.support.faults.local import Local
 from tests.support.faults.trainer import InjectedError
-from tests.support.local_steps import CONFIGS, mean, put
-from tests.support.training import patched
+from tests.support.local_steps import CONFIGS, mean
 
 NOT_HERE = torch.ones(2, device="meta")
 JUNK: list[Any] = [None, "x", [], {}, float("nan"), torch.tensor(torch.nan), torch.ones(3, 1, 2), NOT_HERE]
@@ -78,7 +79,7 @@ def after(owner: Any, name: str, number: int, act: Callable[[], Any]) -> Iterato
             act()
         return result
 
-    with patched(owner, name, call):
+    with mock.patch.object(owner, name, call):
         yield
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import os
 import random
 import signal
@@ -20,13 +18,12 @@ from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import schedule
-from powersgd_triton.integrations.ddp import PowerSGDState
-from tests.support.distributed import run_cases
-from tests.support.exchanges import bytes_decide
+from tests.support.distributed import regroup, run_cases
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
 from tests.support.faults.local import LOST, Local
 from tests.support.faults.local_events import after
+from tests.support.faults.saved import refused_step
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
 PATIENCE = 240.0
@@ -60,23 +57,6 @@ def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     state = trainer.new_state(**fields)
     state.iter += steps
     refused_step(trainer, state, DisagreementError)
-
-
-def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> str:
-    """A backward pass with another state, which is refused, and how; then the step with the trainer's own."""
-    own, trainer.state, said = trainer.state, state, "nothing"
-    try:
-        assert trainer.replica is not None
-        trainer.optimizer.zero_grad()
-        trainer.replica(trainer.gradients()).backward()
-    except expected as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        trainer.lost.append("workers have trained with a state that was to be refused")
-    trainer.state = own
-    trainer.wrap(trainer.setting.cap)
-    trainer.step()
-    return said
 
 
 def other_tensors(trainer: Trainer, folder: Path) -> None:
@@ -127,7 +107,7 @@ class Loss:
             # Nobody leaves a group that others are still entering.
             dist.barrier()
             name = f"{self.__name__}-{len(alive)}"
-            self._connect(folder / f"{name}.before", alive.index(worker), len(alive))
+            regroup(folder / f"{name}.before", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
             trainer: Any = (Local if "local" in self.kind else Trainer)(worker, len(alive), dice)
             trainer.begin(Setting.draw(dice, scaled=False))
             for _ in range(dice.randrange(1, 4)):
@@ -142,7 +122,7 @@ class Loss:
             if worker == victim:
                 break
             trainer.unwrap()
-            self._connect(folder / f"{name}.after", alive.index(worker), len(alive))
+            regroup(folder / f"{name}.after", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
             trainer.regroup(checkpoint.load(folder / f"{name}.pt"))
             for _ in range(2):
                 trainer.step()
@@ -151,13 +131,6 @@ class Loss:
             (folder / f"{name}.done").touch()
             tally.add(lost=trainer.lost, poisoned=trainer.poisoned, hung=hung)
         return tally
-
-    def _connect(self, store: Path, rank: int, workers: int) -> None:
-        with contextlib.suppress(RuntimeError, AssertionError):
-            dist.destroy_process_group()
-        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT[self.kind])
-        bytes_decide()
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=timeout)
 
     def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> list[str]:
         """A step in the middle of which a worker is lost, and what is to be said of a survivor that waited too long.

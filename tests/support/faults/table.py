@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.distributed import run_cases
-from tests.support.faults import alone, episodes, local_events, peers, saved
+from tests.support.faults import episodes, local_events, peers, saved
 from tests.support.faults.episodes import Fault, Tally
 
 PAGE = Path("docs", "faults.md")
@@ -83,28 +83,28 @@ FAULTS = [
     Fault("a saved file cut off", REFUSED, saved.truncated),
     Fault("a file that is something else", REFUSED, saved.foreign_file),
     Fault("a saved state of another model or format", REFUSED, saved.foreign_state),
-    Fault("a saved file that only one worker cannot read", REFUSED_BY_ALL, alone.file_refused),
+    Fault("a saved file that only one worker cannot read", REFUSED_BY_ALL, saved.file_refused),
     Fault(
         "workers that load different states",
         "DisagreementError on all workers, and the running states are unchanged",
-        alone.different_states,
+        saved.different_states,
     ),
     Fault(
         "a worker that loads a state alone, while the others step or save",
         "a DisagreementError on all workers after a second; no error is lost",
-        alone.loads_alone,
+        saved.loads_alone,
     ),
     Fault(
         "a rank function that fails on one worker",
         "its exception there, and one that quotes it in the other workers, before anything is sent",
-        alone.rank_function,
+        saved.rank_function,
         early=True,
     ),
     Fault(
         "no memory for a bucket on one worker",
         "its exception there, and one that quotes it in the other workers; "
         "nothing is applied, and gradients that were compressed stay in E",
-        alone.no_memory,
+        saved.no_memory,
     ),
     Fault("a worker with another configuration", TOLD, peers.other_configuration),
     Fault("a worker at another step", TOLD, peers.other_iteration),

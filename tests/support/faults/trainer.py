@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.faults.ledger import Fate, Ledger
-from tests.support.training import patched
+from tests.support.training import Given
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first": (24, 18),
@@ -34,30 +35,6 @@ BIASES = [name for name, shape in SHAPES.items() if len(shape) == 1]
 # Bucket sizes in MB, for five buckets, four, and one.
 CAPS = (0.001, 0.0015, 1.0)
 Gradients = dict[str, Tensor]
-
-
-class Given(nn.Module):
-    """A model whose parameters' gradients are exactly the tensors that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-        self.at: tuple[str, Callable[[Tensor], None]] | None = None
-
-    def forward(self, given: Mapping[str, Tensor]) -> Tensor:
-        """Σ p · G over the parameters that are given a gradient; the others are unused.
-
-        Where the backward pass comes to the parameter ``self.at[0]`` it calls ``self.at[1]``.
-        """
-        products = []
-        for name, parameter in self.named_parameters():
-            if name in given:
-                product = parameter * given[name]
-                if self.at is not None and name == self.at[0]:
-                    product.register_hook(self.at[1])
-                products.append(product.sum())
-        return torch.stack(products).sum()
 
 
 class InjectedError(Exception):
@@ -113,7 +90,7 @@ class Trainer:
     def __init__(self, worker: int, workers: int, dice: random.Random) -> None:
         self.worker, self.workers, self.dice = worker, workers, dice
         self.generator = torch.Generator().manual_seed(dice.randrange(1 << 40) * 64 + worker)
-        self.model = Given()
+        self.model = Given(SHAPES)
         self.replica: DistributedDataParallel | None = None
         self.lost: list[str] = []
         self.poisoned: list[str] = []
@@ -250,7 +227,7 @@ class Trainer:
         assert self.replica is not None
         self.optimizer.zero_grad()
         self.buckets = []
-        with patched(self.model, "at", (name, _fail)):
+        with mock.patch.object(self.model, "at", (name, _fail)):
             try:
                 self.scaler.scale(self.replica(given)).backward()
             except InjectedError:

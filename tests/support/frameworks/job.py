@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.checks import same_bits
-from tests.support.small import logged, warnings
+from tests.support.training import logged, warnings
 
 WIDTH, TARGETS, SAMPLES = 32, 8, 64
 LIMIT = 1e-6
