@@ -161,8 +161,8 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
             continue
         state: Any = module._get_fsdp_state()
         # Older versions of torch have one.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        groups = [group for group in groups if group is not None]
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = list(filter(None, [state._fsdp_param_group] if groups is None else groups))
         where = f"module {path!r}" if path else "the root module"
         for number, group in enumerate(groups, start=1):
             place = where if len(groups) == 1 else f"{where} (parameter group {number})"

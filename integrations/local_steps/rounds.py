@@ -104,7 +104,7 @@ class Rounds:
             elif not pending.counts:
                 ended = pending.advance(finish=finish)
                 if ended and not pending.counts:
-                    logger.warning("another shard of the model was not exchanged; the next exchange sends its changes")
+                    logger.warning("another shard of the model was not exchanged; the next exchange sends what changed")
         finally:
             if ended and pending.counts:
                 self._use(pending)

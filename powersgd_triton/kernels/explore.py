@@ -12,6 +12,7 @@ from powersgd_triton.kernels.factorize import arrives_last
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
+from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_ARRIVED
 from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 
 BLOCK = 8192
@@ -49,7 +50,7 @@ def _explore_kernel(
     tl.store(part + ranks, inside)
     tl.store(part + C, tl.sum(size, axis=0))
     first_chunk, count = tables.chunks_of(factors, matrix)
-    if not arrives_last(progress + matrix * tables.PROGRESS + tables.PROGRESS_ARRIVED, count):
+    if not arrives_last(progress + matrix * PROGRESS + PROGRESS_ARRIVED, count):
         return
     inside = tl.zeros([C], tl.float32)
     whole = 0.0

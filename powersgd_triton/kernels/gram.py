@@ -12,6 +12,13 @@ from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factori
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import WINDOW, in_window, random_values, stream_of, window_of
 from powersgd_triton.kernels.table import FactorTable
+from powersgd_triton.kernels.table_device import (
+    PROGRESS,
+    PROGRESS_ARRIVED,
+    PROGRESS_FINISHED,
+    PROGRESS_PASSES,
+    PROGRESS_ZEROED,
+)
 from powersgd_triton.layout.constants import DEAD_COLUMN
 
 PASSES = tl.constexpr(4)
@@ -94,11 +101,11 @@ def _inner_products_kernel(
     chunk = tl.program_id(0)
     left = tl.program_id(1)
     matrix, start, end, r, offset = tables.factor_chunk(records, chunks, chunk)
-    state = progress + matrix * tables.PROGRESS
+    state = progress + matrix * PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
     if panel * C >= r:
         return
-    if attempt > 0 and tl.load(state + tables.PROGRESS_FINISHED) > 0:
+    if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
     transforms, _, products = squares_of(squares, matrix, panels, C)
     total = inner_products(
@@ -113,7 +120,7 @@ def _inner_products_kernel(
     place = (left * chunks_number + chunk).to(tl.int64) * C * C
     tl.store(parts + place + at, total, ok)
     first, count = tables.chunks_of(records, matrix)
-    if arrives_last(state + tables.PROGRESS_ARRIVED + left, count):
+    if arrives_last(state + PROGRESS_ARRIVED + left, count):
         place = (left * chunks_number + first).to(tl.int64) * C * C
         tl.store(products + left * C * C + at, sum_of_parts(parts + place, count, height, width, C), ok)
 
@@ -133,12 +140,12 @@ def _gram_kernel(
     """
     chunk = tl.program_id(0)
     matrix, start, end, r, offset = tables.factor_chunk(records, chunks, chunk)
-    state = progress + matrix * tables.PROGRESS
+    state = progress + matrix * PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
     width = tl.minimum(r - panel * C, C)
     if width <= 0:
         return
-    if attempt > 0 and tl.load(state + tables.PROGRESS_FINISHED) > 0:
+    if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
     transforms, norms, products = squares_of(squares, matrix, panels, C)
     ranks = tl.arange(0, C)
@@ -188,7 +195,7 @@ def _gram_kernel(
         if not alone:
             tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, (ranks < width)[:, None] & (ranks < width)[None, :])
             first, count = tables.chunks_of(records, matrix)
-            last = arrives_last(state + tables.PROGRESS_ARRIVED, count)
+            last = arrives_last(state + PROGRESS_ARRIVED, count)
             if last:
                 gram = sum_of_parts(parts + first * C * C, count, width, width, C)
         working = False
@@ -215,12 +222,12 @@ def _gram_kernel(
                 gram, before, exact, threshold, final, width, transforms + passes * C * C, norms, C
             )
             if final:
-                tl.atomic_add(state + tables.PROGRESS_ZEROED, dead, sem="relaxed")
+                tl.atomic_add(state + PROGRESS_ZEROED, dead, sem="relaxed")
             unfinished = dead + inexact
             # Further panels are projected against this one, which enlarges its error where little is left of them.
             enough = (unfinished == 0) & ((passes > 0) | ((panel + 1) * C >= r))
-            tl.store(state + tables.PROGRESS_PASSES, passes + 1)
-            tl.store(state + tables.PROGRESS_FINISHED, enough.to(tl.int32))
+            tl.store(state + PROGRESS_PASSES, passes + 1)
+            tl.store(state + PROGRESS_FINISHED, enough.to(tl.int32))
             # The second pass has a launch of its own.
             working = (unfinished > 0) & (attempt > 0) & (passes + 1 < PASSES)
             alone = working

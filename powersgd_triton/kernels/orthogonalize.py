@@ -15,6 +15,7 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.gram import PASSES, gram_triton, panel_of_rows, squares_of
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import FactorTable
+from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_PASSES
 
 
 @triton.jit(do_not_specialize=["number", "panel", "panels"])
@@ -27,7 +28,7 @@ def _orthogonalize_kernel(
     if panel * C >= r:
         return
     transforms, _, _ = squares_of(squares, matrix, panels, C)
-    passes = tl.load(progress + matrix * tables.PROGRESS + tables.PROGRESS_PASSES)
+    passes = tl.load(progress + matrix * PROGRESS + PROGRESS_PASSES)
     # Of a panel after the first, X holds what all passes but the last one made.
     kept = tl.where(panel > 0, passes - 1, 0)
     for row in range(start + tl.program_id(1) * BLOCK_ROWS, end, tl.num_programs(1) * BLOCK_ROWS):

@@ -19,6 +19,7 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, on_host
 from powersgd_triton.kernels.table_device import WireRow
+from powersgd_triton.kernels.wire_device import EXACT_BYTES, WIRE, WIRE_COLUMNS
 from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, WirePlan
 
 
@@ -30,7 +31,7 @@ def _encode_kernel(
     """Encode a tile, and write to own what its codes stand for, or copy exact elements. Grid: tiles and slices."""
     entry, chunk, element = wire_device.wire_entry(table, tl.program_id(0), size)
     exact, scales, codes = wire_device.views_of(content, BITS, LEVELS)
-    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+    if tl.load(entry + WIRE_COLUMNS) == 0:
         i, place, ok = wire_device.exact_slice(entry, chunk, COPY)
         tl.store(exact + place, tl.load(message + element + i, ok, 0.0), ok)
     elif wire_device.tile_is_aligned(entry, chunk, BITS):
@@ -57,10 +58,10 @@ def _reduce_kernel(
     BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Sum all workers' parts, and round a tile's sum. own −= what that lost. Grid: one owner's tiles and slices."""
-    entry = table + (first + tl.program_id(0)) * wire_device.WIRE
+    entry = table + (first + tl.program_id(0)) * WIRE
     # What was received from each worker, and the sum, are bytes of this chunk alone: it starts at 0.
     exact, scales, codes = wire_device.views_of(content, BITS, LEVELS)
-    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+    if tl.load(entry + WIRE_COLUMNS) == 0:
         _, place, ok = wire_device.exact_slice(entry, 0, COPY)
         total = tl.zeros([COPY], tl.float32)
         for worker in range(workers):
@@ -101,7 +102,7 @@ def _decode_kernel(
     entry, chunk, element = wire_device.wire_entry(table, tl.program_id(0), size)
     # From a chunk of a message to the same one of the next message.
     stride = chunks * size
-    if tl.load(entry + wire_device.WIRE_COLUMNS) == 0:
+    if tl.load(entry + WIRE_COLUMNS) == 0:
         i, place, ok = wire_device.exact_slice(entry, chunk, COPY)
         total = tl.zeros([COPY], tl.float32)
         for message in range(messages):
@@ -179,7 +180,7 @@ def wire_rows(plan: WirePlan, columns: int) -> tuple[list[WireRow], list[int]]:
                 scale += SCALE_BYTES * rank
                 code += plan.width.code_bytes(height, rank)
         for start in range(0, chunk.bypass_numel, COPY_BLOCK):
-            numel, code = min(COPY_BLOCK, chunk.bypass_numel - start), start * wire_device.EXACT_BYTES.value
+            numel, code = min(COPY_BLOCK, chunk.bypass_numel - start), start * EXACT_BYTES.value
             rows.append(WireRow(number, chunk.bypass + start, numel, columns=0, rank=0, scales=0, codes=code))
         starts.append(len(rows))
     return rows, starts

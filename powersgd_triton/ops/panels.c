@@ -50,8 +50,8 @@ INLINE void multiply(int kind, int rows, const Stage *s, int64_t matrix, int64_t
     vector spoiled[ROWS] = {0};
     int64_t j = kind == PROJECT ? width : 0;
     for (; j + PANEL <= width; j += PANEL, right += 2 * s->k)
-        update(kind, rows, s, g + j, x + j, PANEL, left, right, spoiled, copy + j);
-    if (j < width) update(kind, rows, s, g + j, x + j, width - j, left, right, spoiled, copy + j);
+        update(kind, rows, s, g ? g + j : g, x + j, PANEL, left, right, spoiled, copy + j);
+    if (j < width) update(kind, rows, s, g ? g + j : g, x + j, width - j, left, right, spoiled, copy + j);
     for (int64_t v = 0; v < s->r && kind <= COMPENSATE; v += PANEL, basis += 2 * width) {
         vector sums[ROWS][2] = {0};
         if (kind == PROJECT) add_product(rows, x, s->m, 1, basis, width, sums);

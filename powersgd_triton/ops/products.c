@@ -129,7 +129,7 @@ CLONES static void backproject(const Stage *s, int64_t first, int64_t last) {
 // Columns of factors up to which this takes less time than torch's libraries.
 int32_t powersgd_most_columns(void) {
 #if CHOSEN_WHEN_LOADED
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 4;
+    if (!__builtin_cpu_supports("x86-64-v3")) return 4;
     // With many columns, arithmetic takes longer than memory, and libraries use the wider vectors.
     return __builtin_cpu_supports("avx512f") ? 32 : 64;
 #elif defined(__x86_64__)

@@ -165,7 +165,7 @@ def _multiply(
 
 def _takes(M: Matrices, *factors: Tensor) -> bool:
     """Return whether the library takes matrices and factors."""
-    return all(_way(x) > 0 and _is_plain(x) for x in factors) and _are_plain(M)
+    return most_columns() > 0 and all(_way(x) > 0 and _is_plain(x) for x in factors) and _are_plain(M)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -57,10 +57,10 @@ def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
         assert all(map(torch.equal, results[0], result))
 
 
-@pytest.mark.parametrize("r", [1, 4, 7, 16, 21])
-def test_a_run_that_loads_errors_goes_on_with_the_same_bits(r: int):
+@pytest.mark.parametrize(("k", "r"), [(1, 1), (4, 4), (7, 7), (21, 21), (4, 16), (16, 4), (9, 64), (64, 17)])
+def test_a_run_that_loads_errors_goes_on_with_the_same_bits(k: int, r: int):
     whole, parts = (new(COUNT, N, M) for _ in range(2))
-    left, right, basis, G = new(COUNT, N, r), new(COUNT, M, r), new(COUNT, M, r) + 1, new(COUNT, N, M) + 1
+    left, right, basis, G = new(COUNT, N, k), new(COUNT, M, k), new(COUNT, M, r) + 1, new(COUNT, N, M) + 1
     found = torch.full((2, COUNT, N, r), NAN)
     compensate_project(G, whole, (left, right, True), basis, out=found[0])
     subtract_product(parts, left, right, True)
@@ -69,35 +69,37 @@ def test_a_run_that_loads_errors_goes_on_with_the_same_bits(r: int):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("r", [4, 9, 21])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: float):
+def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: float, r: int):
     G, errors = new(COUNT, N, M), new(COUNT, N, M)
     G[1, 5, M - 1] = G[2, 0, 3] = value
-    expected, _, Q, _ = stages(4, torch.where(G.isfinite(), G, 0), errors.clone())
+    expected, _, Q, _ = stages(r, torch.where(G.isfinite(), G, 0), errors.clone())
     before = errors.clone()
-    errors, P, again, _ = stages(4, G, errors)
+    errors, P, again, _ = stages(r, G, errors)
     assert torch.equal(errors, expected)
     assert torch.equal(Q, again)
     spoiled = torch.zeros(COUNT, N, dtype=torch.bool)
     spoiled[1, 5] = spoiled[2, 0] = True
     assert torch.equal(P.isfinite(), ~spoiled.unsqueeze(2).expand_as(P))
     # From the left, it reaches that of its column.
-    compensate_backproject(G, before, (new(COUNT, N, 4), new(COUNT, M, 4), True), P.nan_to_num_(1.0), out=Q)
+    compensate_backproject(G, before, (new(COUNT, N, r), new(COUNT, M, r), True), P.nan_to_num_(1.0), out=Q)
     assert torch.equal(before, expected)
     assert (~Q.isfinite()).nonzero()[:, :2].unique(dim=0).tolist() == [[1, M - 1], [2, 3]]
 
 
-def test_errors_follow_a_loss_scale():
+@pytest.mark.parametrize("r", [4, 9, 21])
+def test_errors_follow_a_loss_scale(r: int):
     G, errors = new(COUNT, N, M), new(COUNT, N, M)
-    found, expected = (stages(4, G, errors * scale, growth)[0] for scale, growth in ((1, 4.0), (4, 1.0)))
+    found, expected = (stages(r, G, errors * scale, growth)[0] for scale, growth in ((1, 4.0), (4, 1.0)))
     # The product is subtracted before errors are scaled.
-    product = new(COUNT, N, 4) @ new(COUNT, M, 4).mT
+    product = new(COUNT, N, r) @ new(COUNT, M, r).mT
     torch.testing.assert_close(found, expected - 3 * product, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("r", [4, 9, 65])
 def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytest.MonkeyPatch):
-    """It takes few columns in fp32. Gradients may have other dtypes, since the errors do not show which they had."""
+    """It takes fp32. Gradients may have other dtypes, since the errors do not show which they had."""
     taken: list[bool] = []
     multiply = products._multiply
 

@@ -30,6 +30,7 @@ SIZES = [
     (20, 17, 13),
     (7, 1029, 3),
     (517, 270, 5),
+    (70, 1100, 37),
 ]
 
 
@@ -145,6 +146,15 @@ def test_reconstruct(compute: Any, dtype: torch.dtype, size: int, monkeypatch: p
         half = info.eps / 2 * ((P @ Q.mT).abs() + bound) + info.smallest_normal * info.eps / 2
         assert_within(torch.stack(out), P @ Q.mT, bound + (0 if dtype == wide(dtype) else half))
         assert torch.equal(torch.stack(out), torch.stack(again))
+
+
+def test_without_the_library_a_product_that_was_not_applied_stays_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "library", lambda: None)
+    monkeypatch.setattr(products, "most_columns", lambda: 0)
+    M, P, Q = torch.ones(2, 5, 3), torch.ones(2, 5, 4), torch.ones(2, 3, 4)
+    for applied in (False, torch.tensor(0.0)):
+        products.subtract_product(M, P, Q, applied)
+    assert torch.equal(M, torch.ones(2, 5, 3))
 
 
 @both("reconstruct")

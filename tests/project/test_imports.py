@@ -149,3 +149,14 @@ def test_the_package_does_not_load_what_only_some_wrappers_need():
     # FSDP alone takes about a second.
     heavy = "{'torch.distributed.fsdp', 'deepspeed', 'accelerate'}"
     assert output_of("-c", f"import sys, powersgd_triton; print(*{heavy} & {{*sys.modules}})").strip() == ""
+
+
+def test_kernels_name_their_constants():
+    """Triton compiles a kernel anew if a constant that it names has changed, not if that of a module has."""
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
+                found = {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+                assert not {name for name in found if re.search(r"^(?!tl\.).*\.[A-Z_]+$", name)}, (
+                    f"{path}: {function.name}"
+                )
