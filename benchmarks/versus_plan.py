@@ -44,6 +44,7 @@ FOUR += [
     *(f"{arm}+inner{rate}" for arm in ("allreduce", KEPT[0]) for rate in (1.5, 2)),
 ]
 MUON = ["allreduce", "allreduce+inner1.5", "ours:19.5x", "local:exact+every2", *KEPT[:3], f"{KEPT[0]}+inner1.5"]
+SPARSELOCO = "sparseloco:512+every5+outer0.7+senders1"
 # Three rates of each, and other messages at the best one.
 RIVALS = [f"diloco:fp4+every12+outer{rate}+momentum0.5" for rate in (0.3, 0.5, 0.7)]
 RIVALS += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1, 1.4)]
@@ -52,7 +53,7 @@ RIVALS += [f"demo:32+rate{rate}" for rate in (0.001, 0.003, 0.01)]
 RIVALS += [*(f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (25, 50)), "sparseloco:256+every6+outer1"]
 TUNING = [f"diloco:fp32+every10+outer{rate}+momentum0.9" for rate in (0.1, 0.7)]
 TUNING += [f"diloco:fp32+every10+outer{rate}+momentum0.5" for rate in (0.4, 0.5)]
-TUNING += ["demo:32+rate0.0003", "demo:32+rate0.001+decay0.99", "sparseloco:512+every5+outer0.7+senders1+inner1.5"]
+TUNING += ["demo:32+rate0.0003", "demo:32+rate0.001+decay0.99", f"{SPARSELOCO}+inner1.5"]
 TUNING += ["allreduce+inner0.7", "ours:19x+inner1.5", "local:ternary+every5+inner1.5"]
 TUNING += [f"sparseloco:512+every5+outer1+inner{rate}" for rate in (1.5, 2)]
 TUNING += [f"{arm}+inner2" for arm in ("allreduce", *KEPT[:3])]
@@ -83,6 +84,6 @@ PLAN = [
     Trainings("text", 4, 600, range(1), [*EACH_STEP, *FOUR]),
     *(Trainings("muon", workers, 600, range(1), MUON) for workers in (2, 4)),
     Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[0], f"{KEPT[0]}+inner1.5"]),
-    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2], *FASTER[1:], RIVALS[7]]),
+    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2], *FASTER[1:], SPARSELOCO]),
     Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *DIGITS, *CODED, EXACT]),
 ]

@@ -2,7 +2,7 @@
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CHOSEN_WHEN_LOADED 1
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// For what is called on processors with AVX2 only. With 16 registers, that of AVX-512 is hardly faster.
+// For what is called only where there is AVX2. Vectors have 8 numbers, so those of AVX-512 would not be used.
 #define AVX2 __attribute__((target("arch=x86-64-v3")))
 #else
 #define CHOSEN_WHEN_LOADED 0

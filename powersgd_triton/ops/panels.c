@@ -56,13 +56,15 @@ INLINE void multiply(int kind, int rows, const Stage *s, int64_t matrix, int64_t
         vector sums[ROWS][2] = {0};
         if (kind == PROJECT) add_product(rows, x, s->m, 1, basis, width, sums);
         else add_product(rows, copy, WIDTH, 1, basis, width, sums);
-        for (int i = 0; i < rows; i++)
+        for (int i = 0; i < rows; i++) {
+            float rest = 0;
+            for (int lane = 0; lane < LANES; lane++) rest += spoiled[i][lane];
             for (int half = 0; half < 2; half++) {
-                float *const P = s->out + (matrix * s->n + row + i) * s->r + v + half * LANES, rest = 0;
+                float *const P = s->out + (matrix * s->n + row + i) * s->r + v + half * LANES;
                 const int64_t some = share(s->r - v, half);
-                for (int lane = 0; lane < LANES; lane++) rest += spoiled[i][lane];
                 store(P, (start ? load(P, some) : (vector){0}) + (sums[i][half] + rest), some);
             }
+        }
     }
 }
 
