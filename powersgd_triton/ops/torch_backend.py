@@ -11,10 +11,11 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
+from powersgd_triton.ops.bases import orthogonalize
 from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
+from powersgd_triton.ops.orthogonalize import random_directions
 from powersgd_triton.ops.products import backproject, compensate_backproject, compensate_project, reconstruct
 from powersgd_triton.ops.reference import Pending, may_overflow, maybe, note_overflow, on_host, rollback_reference
 from powersgd_triton.ops.step import Step
@@ -239,12 +240,11 @@ def _orthogonalize(
     views = functools.partial(bucket.left if left else bucket.right, groups=bucket.stacks[left])
     numel = bucket.layout.p_numel if left else bucket.layout.q_numel
     sources = views(factors[:numel].clone() if out is factors else factors)
-    wide = views(factors[:numel].double()) if on_host(factors) else ()
     # On a device the host would have to wait to read the flag: compute the bases, and select there.
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
     keys, epsilon = bucket.stack_keys[left], bucket.config.orthogonalization_epsilon
-    zeroed = orthogonalize_groups(sources, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found, wide=wide)
-    bucket.zeroed[0] += zeroed
+    for A, key, basis in zip(sources, keys, found, strict=True):
+        bucket.zeroed[0] += orthogonalize(A, keys=key, step=_number(bucket, step), epsilon=epsilon, out=basis)
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))

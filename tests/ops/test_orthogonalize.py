@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups, orthogonalize_reference, random_directions
+from powersgd_triton.ops import bases, host
+from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
 from tests.support.checks import random_states, step
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, departure, hard_inputs, nearly_dependent
 from tests.support.thinned import thinned
@@ -21,14 +22,18 @@ from tests.support.thinned import thinned
 NAN = float("nan")
 
 
-@pytest.fixture(params=["reference", "groups"], autouse=True)
-def implementation(request: pytest.FixtureRequest) -> None:
-    """All tests of this file are run with the specification, and with what the torch backend does on the CPU."""
-    global by_groups
-    by_groups = request.param == "groups"
+@pytest.fixture(params=["reference", "C", "torch"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests of this file are run with the specification, and with what the CPU does with and without C."""
+    global by_bases
+    by_bases = request.param != "reference"
+    if request.param == "torch":
+        monkeypatch.setattr(bases, "library", lambda: None)
+    elif request.param == "C" and host.library() is None:
+        pytest.skip("the library was not built")
 
 
-by_groups = False
+by_bases = False
 
 
 def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> Tensor:
@@ -39,9 +44,8 @@ def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) 
 
 def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> int:
     keys = torch.arange(A.shape[0]) + key
-    if by_groups:
-        sources = [A.clone() if A is out else A]
-        return int(orthogonalize_groups(sources, keys=[keys], step=step, epsilon=epsilon, out=[out]))
+    if by_bases:
+        return int(bases.orthogonalize(A.clone() if A is out else A, keys=keys, step=step, epsilon=epsilon, out=out))
     return int(orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out))
 
 
@@ -130,36 +134,47 @@ def test_random_directions_are_uniform(number: int):
     assert draws.unique().numel() > 0.99 * draws.numel()
 
 
-@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
-def test_groups_do_not_disturb_each_other():
-    """Groups share decompositions. Some matrices need more than one pass, or are not in fp32."""
+@pytest.mark.parametrize("implementation", ["C", "torch"], indirect=True)
+def test_matrices_do_not_disturb_each_other():
+    """Some matrices of a batch need more than one decomposition, or are left to the reference."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 40, 4), (2, 17, 4), (1, 30, 7), (2, 9, 4), (1, 8, 4), (3, 20, 4)]
-    groups = [torch.randn(shape, generator=generator) for shape in shapes]
-    groups[3][1] = 0
-    groups[4][0, :, 1] = groups[4][0, :, 0] * (1 + 1e-5 * torch.randn(8, generator=generator))
-    groups[5][0, :, 1] = groups[5][0, :, 0]
-    groups[5][2, 3, 2] = torch.nan
-    groups.append(groups[0].double())
-    keys = [torch.arange(len(A)) + 1 for A in groups]
-    found = [torch.full_like(A, torch.nan) for A in groups]
-    orthogonalize_groups(groups, keys=keys, step=0, out=found)
-    for A, basis in zip(groups, found, strict=True):
-        good = A.isfinite().all(dim=(1, 2))
-        assert_basis_of(basis[good], A[good])
-        assert departure(basis) <= ORTHONORMAL
-        # Products of other sizes may be summed in another order.
-        assert torch.allclose(basis, orthogonalize(A), rtol=0, atol=1e-4)
+    A = torch.randn(7, 40, 12, generator=generator)
+    A[1] = 0
+    A[2, :, 1] = A[2, :, 0] * (1 + 1e-5 * torch.randn(40, generator=generator))
+    A[3, :, 1] = A[3, :, 0]
+    A[5, 3, 2] = torch.nan
+    found, finite = orthogonalize(A), [0, 1, 2, 3, 4, 6]
+    assert_basis_of(found[finite], A[finite])
+    assert departure(found) <= ORTHONORMAL
+    for i in range(len(A)):
+        assert torch.equal(found[i : i + 1], orthogonalize(A[i : i + 1], key=1 + i))
 
 
-@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
-def test_panels_of_which_little_is_left_are_orthogonal_to_each_other():
-    """As for a gradient of low rank with noise: what rounding leaves of other panels is projected out again."""
+@pytest.mark.parametrize("implementation", ["C"], indirect=True)
+@pytest.mark.parametrize("r", [16, 130])
+def test_a_second_decomposition_replaces_the_reference(r: int):
+    """As for a gradient of low rank with a little noise."""
     generator = torch.Generator().manual_seed(0)
-    A = torch.randn(2, 300, 16, generator=generator) @ torch.randn(2, 16, 130, generator=generator)
-    A += 0.05 * torch.randn(A.shape, generator=generator)
-    with mock.patch("powersgd_triton.ops.orthogonalize.orthogonalize_reference", side_effect=AssertionError):
+    A = torch.randn(2, 300, 8, generator=generator) @ torch.randn(2, 8, r, generator=generator)
+    A += 1e-4 * torch.randn(A.shape, generator=generator)
+    with mock.patch("powersgd_triton.ops.bases.orthogonalize_reference", side_effect=AssertionError):
         assert_basis_of(orthogonalize(A), A)
+
+
+@pytest.mark.parametrize("implementation", ["C"], indirect=True)
+@thinned("n, r, count", [3, 64, 65, 700], [1, 3, 7, 8, 9, 20, 64, 130], [1, 2, 5], together=1)
+def test_same_bits_on_any_number_of_threads(n: int, r: int, count: int):
+    A, before = torch.randn(count, max(n, r), r, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(orthogonalize(A))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert_basis_of(found[0], A)
 
 
 @contextlib.contextmanager
@@ -174,7 +189,7 @@ def spoiled(value: float) -> Iterator[None]:
             found.Q[..., 0] *= value
         return found
 
-    never = mock.patch.multiple("powersgd_triton.ops.orthogonalize", LARGEST_GROWTH=0.0, NARROW_GROWTH=0.0)
+    never = mock.patch.object(bases, "LARGEST_GROWTH", 0.0)
     with mock.patch.object(torch.linalg, "qr", spoiled_qr), never:
         yield
 
@@ -191,7 +206,7 @@ def test_columns_that_are_not_orthonormal_are_zero_and_counted():
     assert not out.any(), "what is not a number is not orthogonal to anything"
 
 
-@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
+@pytest.mark.parametrize("implementation", ["C", "torch"], indirect=True)
 def test_what_is_not_orthonormal_is_not_sent_and_reported():
     """The average lacks directions. The error keeps them, so nothing is lost."""
     G = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
