@@ -13,12 +13,7 @@
 #define HEIGHT 16 // rows that are divided by a triangular matrix while its panels stay in the cache
 #define LEAST_PER_THREAD 65536
 
-// Vectors that registers hold: compilers keep larger ones in memory.
-#if CHOSEN_WHEN_LOADED
-#define WIDE 4
-#else
-#define WIDE 2
-#endif
+#define WIDE (LANES / 2)
 #define PARTS (SIDE / WIDE)
 
 typedef double wide __attribute__((vector_size(8 * WIDE)));

@@ -13,7 +13,12 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
+// Numbers of a vector that registers hold: compilers keep larger ones in memory.
+#if CHOSEN_WHEN_LOADED
 #define LANES 8
+#else
+#define LANES 4
+#endif
 #define ROWS 4     // of a matrix, processed together: what is read of the factors serves all of them
 #define STRIP 256  // columns of a matrix that one thread multiplies from the left, whose sums stay in the cache
 #define FEW 8      // columns of factors whose sums stay in registers
