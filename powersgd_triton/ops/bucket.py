@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -90,11 +89,6 @@ class Bucket:
             # So that the copies do not wait for the device.
             seeds = [numbers.pin_memory() for numbers in seeds]
         self.keys = [numbers.to(device, non_blocking=True) for numbers in seeds]
-        # Adjacent groups with factors of equal shape count as one: {whether left: groups}.
-        self.stacks = {left: _stacked(layout.groups, left=left) for left in (True, False)}
-        counts = {left: [sum(group.counts) for group in groups] for left, groups in self.stacks.items()}
-        whole = torch.cat(self.keys) if self.keys else torch.empty(0, dtype=torch.int64, device=device)
-        self.stack_keys = {left: whole.split(sizes) if sizes else () for left, sizes in counts.items()}
         self.product: Product = []
         self.applied: Tensor | None = None
         self.average: Product = []
@@ -237,17 +231,6 @@ class Bucket:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-
-def _stacked(groups: Sequence[ShapeGroup], *, left: bool) -> tuple[ShapeGroup, ...]:
-    found: list[ShapeGroup] = []
-    for group in groups:
-        last = found[-1] if found else None
-        if last is not None and (last.n if left else last.m, last.rank) == (group.n if left else group.m, group.rank):
-            found[-1] = dataclasses.replace(last, segments=(*last.segments, *group.segments))
-        else:
-            found.append(group)
-    return tuple(found)
 
 
 def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:

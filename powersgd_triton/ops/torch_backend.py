@@ -237,13 +237,12 @@ def _orthogonalize(
     """
     if where is False:
         return
-    views = functools.partial(bucket.left if left else bucket.right, groups=bucket.stacks[left])
-    numel = bucket.layout.p_numel if left else bucket.layout.q_numel
+    views, numel = (bucket.left, bucket.layout.p_numel) if left else (bucket.right, bucket.layout.q_numel)
     sources = views(factors[:numel].clone() if out is factors else factors)
     # On a device the host would have to wait to read the flag: compute the bases, and select there.
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
-    keys, epsilon = bucket.stack_keys[left], bucket.config.orthogonalization_epsilon
-    for A, key, basis in zip(sources, keys, found, strict=True):
+    epsilon = bucket.config.orthogonalization_epsilon
+    for A, key, basis in zip(sources, bucket.keys, found, strict=True):
         bucket.zeroed[0] += orthogonalize(A, keys=key, step=_number(bucket, step), epsilon=epsilon, out=basis)
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
