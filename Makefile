@@ -98,11 +98,13 @@ versus: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-frameworks .venv-oldest build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
-# torch first and by itself, so that nothing else decides which build of it is taken.
+# torch first and by itself, so that nothing else decides which build of it is taken. Bytecode in the end, with all cores:
+# pip has one. Some packages have files that are no Python of this version.
 $(INSTALLED): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[ch]) constraints.txt
 	$(PYTHON3) -m venv .venv
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PYTHON) -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(PYTHON) -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(PYTHON) -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)
