@@ -1,4 +1,4 @@
-"""Every wrapper against every property, on gloo workers. Of these cells, ``make test`` runs each row and each column."""
+"""Every wrapper against every property, on gloo workers. ``make test`` runs some cells of each row and column."""
 
 from __future__ import annotations
 

@@ -127,9 +127,9 @@ class Wrapper:
     """A row of the table.
 
     ``workers`` is the smallest number that shows what is special to it, ``elsewhere`` another one, which can load what
-    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. Of a ``thin`` one, only
-    this property is quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of training
-    why they mean nothing here.
+    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. Of a ``thin`` one,
+    only this property is quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
+    training why they mean nothing here.
     """
 
     make: Callable[..., Wrapped]

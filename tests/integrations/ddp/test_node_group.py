@@ -162,7 +162,6 @@ class TwoDtypes(nn.Module):
 
 TRAININGS: list[tuple[Callable[[], nn.Module], str | None, dict[str, Any]]] = [
     (linear_stack, None, {}),
-    (linear_stack, "auto", {}),
     (linear_stack, "auto", {"algorithm": "alternating"}),
     (linear_stack, None, {"start_powerSGD_iter": 2}),
     (TwoDtypes, None, {}),
