@@ -81,6 +81,35 @@ def test_nothing_is_lost_between_nodes_and_one_level() -> None:
     keep_books(6, "standard", torch.float32, steps=24, node_sizes=(2, 1, 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[triton_in_interpreter, pytest.mark.slow])])
+def test_nodes_with_workers_that_have_no_row(backend: str, algorithm: str) -> None:
+    """One row for two workers, and rows of one matrix for both. One worker's share is not finite in the second step."""
+    fields = {**FIELDS, "backend": backend, "algorithm": algorithm}
+    shapes = {"row": (1, 13), "linear": (5, 3), "bias": (4,)}
+    for tensor, kind in ((0, "inf"), (1, "nan")):
+        case = Case(
+            fields, shapes, dict.fromkeys(shapes, torch.float32), workers=4, steps=3, seed=1, scale=1.0,
+            faults=(Fault(1, 2, tensor, kind),), buckets=(3,), overlapping=True, reads=frozenset({0, 2}),
+            saves=frozenset({0}), node_sizes=(2, 4),
+        )  # fmt: skip
+        Follower(case).run()
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_matrices_of_one_shape_and_several_dtypes(algorithm: str) -> None:
+    """None is rounded to the dtype of another one."""
+    fields = {**FIELDS, "algorithm": algorithm}
+    dtypes = {"half": torch.bfloat16, "full": torch.float32, "float": torch.float16}
+    case = Case(
+        fields, dict.fromkeys(dtypes, (5, 3)), dtypes, workers=2, steps=3, seed=1, scale=1.0,
+        faults=(Fault(1, 0, 0, "inf"),), buckets=(1,), overlapping=False, reads=frozenset({0, 2}),
+        saves=frozenset({0}), node_sizes=(1,),
+    )  # fmt: skip
+    Follower(case).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mode", MODES)

@@ -74,7 +74,6 @@ FORMS = {
     "DDP": ("int8 alternating", "quantized"),
     "FSDP1": ("int8 standard", "bf16 standard"),
     "FSDP2": ("bf16 alternating", "bypass"),
-    "HSDP": ("quantized",),
     "Compressor": ("iterations", "fp16 standard"),
     "local steps": ("int4 alternating",),
     "DeepSpeed 0": ("alternating",),

@@ -50,7 +50,7 @@ QUICK = [
     Case("stage 0, pipeline", 0, pipeline_stages=1),
     Case("stage 1, BF16_Optimizer", 1, BF16_OPTIMIZER),
     Case("stage 2, oversize, overlap, accumulation", 2, {**ACCUMULATE, **OVERSIZE}),
-    Case("stage 3, small buckets, clipping, accumulation", 3, {**ACCUMULATE, **SMALL, **CLIPPING}),
+    Case("stage 3, small buckets, clipping", 3, {**SMALL, **CLIPPING}),
 ]
 ALL, SHARDED = range(4), range(1, 4)
 # (name, stages, options, fields of the case)
@@ -59,7 +59,7 @@ WIDE: list[tuple[str, Sequence[int], dict[str, Any], dict[str, Any]]] = [
     ("sequence parallel", [0, 1], {}, {"way": "sequence", "optimizer": "sgd"}),
     ("small buckets", [1], SMALL, {}),
     ("offload", [2], OFFLOAD, {"optimizer": "adamw"}),
-    ("accumulation, clipping", [1, 2], {**ACCUMULATE, **CLIPPING}, {}),
+    ("accumulation, clipping", SHARDED, {**ACCUMULATE, **CLIPPING}, {}),
     ("prescale", ALL, PRESCALE, {"optimizer": "sgd"}),
     ("predivide", SHARDED, PREDIVIDE, {"optimizer": "sgd"}),
     # 4 bytes a scalar of fp32 rounded to 16 bits on DeepSpeed's wire, not on ours.

@@ -40,7 +40,7 @@ from tests.support.local_steps import (
 from tests.support.sharded_training import make_test
 from tests.support.training import complaint
 
-STEPS, EVERY = 9, 3
+STEPS, EVERY = 6, 3
 
 
 def build(
