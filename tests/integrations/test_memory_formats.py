@@ -163,7 +163,7 @@ def in_fsdp1(worker: int, _world_size: int) -> None:
         model.step(given(worker, step))
     check_close(hooked.parameters(), alone.parameters(), start)
     found: list[Gradients] = []
-    for one, other in itertools.product(FORMATS, repeat=2):
+    for one, other in itertools.permutations(FORMATS, 2):
         source, model = wrapped(one), wrapped(other)
         for step in range(3):
             source.step(given(worker, step))

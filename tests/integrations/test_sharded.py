@@ -113,9 +113,9 @@ def made_equal(worker: int, world_size: int) -> None:
     assert "RuntimeError: replicas were not made equal" in complaint(loss.backward)
 
 
-TWO_DIMENSIONS = [{"replicate": 2, "shard": 2}, {"shard": 2, "sequence": 2}]
+SEQUENCES = {"shard": 2, "sequence": 2}
 # DTensor finds out for seconds what each operation does there.
-THREE_DIMENSIONS = [{"replicate": 2, "shard": 2, "sequence": 1}, {"replicate": 2, "shard": 1, "sequence": 2}]
+WITH_REPLICAS = [{"replicate": 2, "shard": 2, "sequence": 1}, {"replicate": 2, "shard": 1, "sequence": 2}]
 
 
 def mesh_dims(worker: int, world_size: int, meshes: Sequence[dict[str, int]]) -> None:
@@ -223,10 +223,8 @@ def wrong_use(worker: int, world_size: int) -> None:
 
 
 OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, wrong_use)}
-test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=TWO_DIMENSIONS)}, 4)
-test_more_dimensions = pytest.mark.slow(
-    make_test({"mesh_dims": functools.partial(mesh_dims, meshes=THREE_DIMENSIONS)}, 4)
-)
+test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
+test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 
 
 def test_versions_of_torch() -> None:
