@@ -140,4 +140,5 @@ def continues(stage: int) -> None:
 
 
 test_four_workers = make_test(each(full_rank, 2) | each(conserves, 2) | each(continues, 1), 4)
-test_two_workers = pytest.mark.slow(make_test(each(full_rank, 0, 1, 2) | each(conserves, 0), 2))
+test_two_workers = pytest.mark.slow(make_test(each(full_rank, 0, 1, 2), 2))
+test_stage_0 = pytest.mark.slow(make_test(each(full_rank, 0) | each(conserves, 0), 4))
