@@ -41,30 +41,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "second message": ("DDP", 1, {}),
     "the last message of several buckets": ("DDP", 5, {}),
     "left product": ("DDP", 0, {"algorithm": "alternating"}),
-    "right product": ("DDP", 0, {"algorithm": "alternating", "start_iter": 1}),
     "first message of Compressor": ("Compressor", 0, {}),
-    "second message of Compressor": ("Compressor", 1, {}),
     "state_dict": ("DDP", 0, {}),
-    "state_dict of Compressor": ("Compressor", 2, {}),
-    "silence in the second message": ("DDP", 1, {}),
-    "silence in state_dict": ("DDP", 3, {}),
     "first message of replicate": ("replicate", 0, {}),
     "second message of FSDP1": ("FSDP1", 1, {}),
     "silence in FSDP2": ("FSDP2", 1, {}),
 }
 
 
-# What another one interrupts nearly as it does.
-SLOW = {
-    "right product",
-    "second message of Compressor",
-    "state_dict of Compressor",
-    "silence in state_dict",
-    "silence in the second message",
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 @on_workers(2, casualties=[PEER])
 def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int, name: str, tmp_path: Path) -> None:
     """Train with a peer until it is gone (in a step, or while the state is saved), then alone.

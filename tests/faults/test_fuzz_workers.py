@@ -151,6 +151,6 @@ def runs_of_local_steps(worker: int, workers: int, seeds: Iterable[int], folder:
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 200), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nothing_is_lost_in_local_steps(workers: int, seeds: range, tmp_path: Path) -> None:
     run(runs_of_local_steps, workers, seeds, str(tmp_path), timeout=2 * HUNG)

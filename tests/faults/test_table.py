@@ -8,11 +8,6 @@ import pytest
 import torch
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.loading import save
-from powersgd_triton.ops.step import LossScale
-from powersgd_triton.schemes import new_engine
-from tests.support.checks import everything
 from tests.support.distributed import HUNG, run_cases
 from tests.support.faults import table
 from tests.support.faults.episodes import Tally
@@ -74,30 +69,3 @@ def test_the_ledger_notices_what_is_missing(dtype: str | None):
     assert missing(Fate.APPLIED, nothing, [nothing, nothing]) == 2
     assert missing(Fate.CARRIED, mean, [nothing, nothing]) == 2
     assert missing(Fate.DROPPED, mean, given) == 2
-
-
-@pytest.mark.parametrize("scale", [None, 4.0])
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-def test_what_an_interrupted_step_sent_is_owed_at_once(algorithm: str, scale: float | None):
-    """Not only when the next step begins: whoever catches an exception may save the state first."""
-    shapes = dict.fromkeys("abc", (12, 10))
-    engine = new_engine(everything(algorithm=algorithm), Communicator(), lambda: shapes)
-    engine.step.loss_scale = LossScale(lambda: scale)
-    owed: dict[str, torch.Tensor] = {}
-    torch.manual_seed(0)
-    for end in (True, False):
-        before = engine.residuals.error(engine.step)
-        given = {name: torch.randn(12, 10) for name in shapes}
-        for name, shape in shapes.items():
-            layout = engine.begin(name, lambda: {name: shape}, torch.device("cpu"), last=end and name == "c")  # noqa: B023
-            engine.average(layout, {name: given[name] * (scale or 1.0)})
-        if not end:
-            owed = {name: before[name] + given[name] for name in shapes}
-    saved = save(engine)
-    for name, expected in owed.items():
-        assert torch.equal(engine.residuals.error(engine.step)[name], expected)
-        assert torch.equal(saved["matrices"][name]["error"], expected)
-    # The first bucket of the next step voids the one that was interrupted.
-    engine.begin("a", lambda: {}, torch.device("cpu"), last=False)
-    for name, expected in owed.items():
-        assert torch.equal(engine.residuals.error(engine.step)[name], expected)

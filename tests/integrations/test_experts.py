@@ -150,7 +150,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 STEPS = 3
-QUICK = ("HSDP on dim 1", "1-D, expert parallel", "alone")
+QUICK = ("1-D, expert parallel", "alone")
 """The layouts of ``make test``."""
 RANK_1 = PowerSGDConfig(rank=1, min_compression_rate=1)
 

@@ -72,7 +72,10 @@ OPTIONS = ("init_sync", "gradient_as_bucket_view", "find_unused_parameters", "st
 
 def conversions(worker: int, _world_size: int) -> None:
     """The memory format changes after DDP was made, before the first step, before buckets are rebuilt, and later."""
+    # Each option with a conversion before the first step, or before buckets are rebuilt, and later.
     for index, (option, event) in enumerate(itertools.product(OPTIONS, (0, 1, 3))):
+        if event == (0, 1)[index // 3 % 2]:
+            continue
         before, after = list(FORMATS)[:: 1 if index % 2 else -1]
         # Exact steps at first, with every other option.
         config = dataclasses.replace(LOW, start_iter=2 * (index // 3 % 2))
@@ -160,7 +163,7 @@ def in_fsdp1(worker: int, _world_size: int) -> None:
         model.step(given(worker, step))
     check_close(hooked.parameters(), alone.parameters(), start)
     found: list[Gradients] = []
-    for one, other in itertools.product(FORMATS, repeat=2):
+    for one, other in itertools.permutations(FORMATS, 2):
         source, model = wrapped(one), wrapped(other)
         for step in range(3):
             source.step(given(worker, step))

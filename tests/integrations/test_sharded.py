@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
@@ -110,17 +113,22 @@ def made_equal(worker: int, world_size: int) -> None:
     assert "RuntimeError: replicas were not made equal" in complaint(loss.backward)
 
 
-def mesh_dims(worker: int, world_size: int) -> None:
+SEQUENCES = {"shard": 2, "sequence": 2}
+# DTensor finds out for seconds what each operation does there.
+WITH_REPLICAS = [{"replicate": 2, "shard": 2, "sequence": 1}, {"replicate": 2, "shard": 1, "sequence": 2}]
+
+
+def mesh_dims(worker: int, world_size: int, meshes: Sequence[dict[str, int]]) -> None:
     """All parameters and inputs are DTensors on the whole mesh, of which FSDP gets the names of its dimensions."""
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         return
-    dims_of = torch.distributed.fsdp.DataParallelMeshDims
-    for sizes, dims in (
-        ((2, 2, 1), dims_of(shard="shard", replicate="replicate")),
-        ((2, 1, 2), dims_of(shard=("shard", "sequence"), replicate="replicate")),
-        ((1, 2, 2), dims_of(shard=("shard", "sequence"))),
-    ):
-        mesh = DeviceMesh("cpu", torch.arange(4).view(sizes), mesh_dim_names=("replicate", "shard", "sequence"))
+    for sizes in meshes:
+        names = tuple(sizes)
+        mesh = DeviceMesh("cpu", torch.arange(4).view(*sizes.values()), mesh_dim_names=names)
+        # A dimension of one worker may be left out.
+        shard = tuple(name for name in names[names.index("shard") :] if name == "shard" or sizes[name] > 1)
+        replicate = "replicate" if "replicate" in sizes else None
+        dims = torch.distributed.fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
         runs: list[Tensor] = []
         for config in (None, FULL_RANK):
             torch.manual_seed(0)
@@ -131,7 +139,7 @@ def mesh_dims(worker: int, world_size: int) -> None:
             optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
             for step in range(3):
                 inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + worker))
-                inputs = DTensor.from_local(inputs, mesh, [Shard(0)] * 3)
+                inputs = DTensor.from_local(inputs, mesh, [Shard(0)] * mesh.ndim)
                 optimizer.zero_grad()
                 (module(inputs) - inputs).square().mean().backward()
                 optimizer.step()
@@ -214,7 +222,9 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-test_on_four_workers = make_test([unequal_replicas, made_equal, mesh_dims, wrong_use], 4)
+OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, wrong_use)}
+test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
+test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 
 
 def test_versions_of_torch() -> None:

@@ -1,4 +1,4 @@
-"""Every wrapper against every property, on gloo workers. Each cell runs once, with few workers; products are slow."""
+"""Every wrapper against every property, on gloo workers. ``make test`` runs some cells of each row and column."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cell:
 
 def saved(wrapper: str) -> Cell:
     """The cell that saves what others take over."""
-    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True, slow=WRAPPERS[wrapper].thin)
+    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True, slow=bool(WRAPPERS[wrapper].thin))
 
 
 SOURCES = [
@@ -70,11 +70,25 @@ BY_TURNS: list[Callable[..., None]] = [
     properties.damaged,
 ]
 THIN: list[Callable[..., None]] = [properties.full_rank, properties.conservation]
+FORMS = {
+    "DDP": ("int8 alternating", "quantized"),
+    "FSDP1": ("int8 standard", "bf16 standard"),
+    "FSDP2": ("bf16 alternating", "bypass"),
+    "Compressor": ("iterations", "fp16 standard"),
+    "local steps": ("int4 alternating",),
+    "DeepSpeed 0": ("alternating",),
+    "DeepSpeed 2": ("int4 standard",),
+    "DeepSpeed 3": ("fp16 alternating",),
+}
+"""Formats that are quick, beside fp32."""
 OWNED = {"DDP": "int8 standard", "Compressor": "int4 alternating"}
 
 
 def cells() -> list[Cell]:
-    """Each wrapper with each property. Of the ways to train and the formats some are quick, by turns."""
+    """Each wrapper with each property. Of the ways to train and the formats some are quick, by turns.
+
+    A plain way is slow where another way or property is quick that cannot hold without it.
+    """
     found: list[Cell] = []
     for index, (name, wrapper) in enumerate(WRAPPERS.items()):
         few = wrapper.workers
@@ -83,17 +97,20 @@ def cells() -> list[Cell]:
             check: Callable[..., None], workers: int = few, *, turn: bool | int = False, name: str = name, **more: Any
         ) -> None:
             chosen = [value for _, value in more.get("options", ())]
-            form = dict(more.get("options", ())).get("form", "")
             words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
             if not words & WRAPPERS[name].lacks.keys():
-                quick = not turn and (not WRAPPERS[name].thin or (check in THIN and form in ("", "fp32")))
+                quick = not turn and (not WRAPPERS[name].thin or check in THIN)
                 found.append(Cell(name, check, workers, slow=not quick, **more))
 
+        # ``void`` keeps books too.
+        redundant = {"plain": any(name in how.quick for how in WAYS.values()), "fp32": "void" not in wrapper.lacks}
+        if wrapper.thin:
+            redundant = {"plain": wrapper.thin != "full_rank", "fp32": wrapper.thin != "conservation"}
         for way, how in WAYS.items():
             if how.fits(name):
-                add(properties.full_rank, options=(("way", way),), turn=way != "plain" and name not in how.quick)
-        for number, form in enumerate(FORMATS):
-            turn = 0 if form == "fp32" else (number + index) % 8
+                add(properties.full_rank, options=(("way", way),), turn=redundant.get(way, name not in how.quick))
+        for form in FORMATS:
+            turn = redundant.get(form, form not in FORMS.get(name, ()))
             add(properties.conservation, options=(("form", form),), turn=turn)
         add(properties.resume, folder=True)
         add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 5)
@@ -101,7 +118,7 @@ def cells() -> list[Cell]:
             add(properties.taken_over, wrapper.elsewhere, folder=True)
         for pair in (pair for pair in SOURCES if pair[0] == name):
             add(properties.taken_over, 4, turn=1, folder=True, options=(("source", pair[1]),))
-        add(properties.budget, folder=True)
+        add(properties.budget, folder=True, turn=index % 2)
         add(properties.stateless, folder=True, turn=index % 3)
         add(properties.void)
         for number, check in enumerate(BY_TURNS):

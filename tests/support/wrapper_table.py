@@ -127,8 +127,8 @@ class Wrapper:
     """A row of the table.
 
     ``workers`` is the smallest number that shows what is special to it, ``elsewhere`` another one, which can load what
-    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. If ``thin``, only
-    two properties are quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
+    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. Of a ``thin`` one,
+    only this property is quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
     training why they mean nothing here.
     """
 
@@ -136,7 +136,7 @@ class Wrapper:
     workers: int = 2
     elsewhere: int | None = 3
     shards: int = 1
-    thin: bool = False
+    thin: str = ""
     net: Callable[[], Any] = Net
     lacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -178,32 +178,33 @@ ENGINE = {
     "attached": "what it says is tested in deepspeed/test_refusals.py",
     "traffic": "its own logger counts it, see deepspeed/test_training.py",
 }
+BALANCE = "conservation"
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
     "FSDP1 SHARD_GRAD_OP": Wrapper(
-        functools.partial(FSDP1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True
+        functools.partial(FSDP1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), thin=BALANCE
     ),
-    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, sharding_strategy=ShardingStrategy.NO_SHARD), thin=True),
+    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, sharding_strategy=ShardingStrategy.NO_SHARD), thin=BALANCE),
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
-    "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
-    "replicate": Wrapper(Replicate, thin=True),
-    "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
-    "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
-    "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
+    "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=BALANCE, lacks=PADDED),
+    "replicate": Wrapper(Replicate, thin=BALANCE),
+    "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=BALANCE, lacks=NODES),
+    "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=BALANCE, lacks=NODES),
+    "tensor parallel": Wrapper(TensorParallel, 4, 2, thin="full_rank", net=tensor_parallel.Net, lacks=PARTS),
     "tensor parallel by group": Wrapper(
-        functools.partial(TensorParallel, by_mesh=False), 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS
+        functools.partial(TensorParallel, by_mesh=False), 4, 2, thin=BALANCE, net=tensor_parallel.Net, lacks=PARTS
     ),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
     "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
-    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, thin=True, lacks=ENGINE),
+    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, thin=BALANCE, lacks=ENGINE),
     "DeepSpeed 2": Wrapper(functools.partial(Engine, stage=2), elsewhere=None, lacks=ENGINE),
     "DeepSpeed 3": Wrapper(functools.partial(Engine, stage=3), elsewhere=None, lacks=ENGINE),
     "DeepSpeed 2 in nodes": Wrapper(
-        functools.partial(in_nodes, functools.partial(Engine, stage=2)), 4, None, thin=True, lacks=ENGINE
+        functools.partial(in_nodes, functools.partial(Engine, stage=2)), 4, None, thin=BALANCE, lacks=ENGINE
     ),
 }

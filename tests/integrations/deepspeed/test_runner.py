@@ -141,7 +141,9 @@ class initialize(list):
 """
 
 
-@pytest.mark.parametrize(("imports", "off"), [("torch", False), ("deepspeed", False), ("torch", True)])
+@pytest.mark.parametrize(
+    ("imports", "off"), [("deepspeed", False), ("torch", True), pytest.param("torch", False, marks=pytest.mark.slow)]
+)
 def test_importing_torch_lets_a_section_work(imports: str, off: bool, tmp_path: Path) -> None:
     """Whichever is imported first: DeepSpeed itself imports torch, before it has ``initialize``."""
     (tmp_path / "deepspeed.py").write_text(STUB)

@@ -42,23 +42,24 @@ PRESCALE = {"prescale_gradients": True, **zero(reduce_scatter=False)}
 PREDIVIDE = {"gradient_predivide_factor": 4.0, **zero(reduce_scatter=False)}
 OVERSIZE, SMALL = zero(reduce_bucket_size=900, overlap_comm=True), zero(reduce_bucket_size=2000)
 QUICK = [
-    *[Case(f"stage {stage}, bf16", stage, BF16) for stage in range(3)],
+    *[Case(f"stage {stage}, bf16", stage, BF16) for stage in (0, 2)],
     Case("stage 0, accumulation, clipping", 0, {**ACCUMULATE, **CLIPPING}),
     Case("stage 0, predivide", 0, {"gradient_predivide_factor": 4.0}, optimizer="sgd"),
     Case("stage 0, sparse embedding", 0, sparse=True, optimizer="sgd"),
-    *[Case(f"stage {stage}, sequence parallel", stage, way="sequence", optimizer="sgd") for stage in range(3)],
+    Case("stage 2, sequence parallel", 2, way="sequence", optimizer="sgd"),
     Case("stage 0, pipeline", 0, pipeline_stages=1),
     Case("stage 1, BF16_Optimizer", 1, BF16_OPTIMIZER),
-    Case("stage 1, small buckets", 1, SMALL),
     Case("stage 2, oversize, overlap, accumulation", 2, {**ACCUMULATE, **OVERSIZE}),
-    Case("stage 2, offload", 2, OFFLOAD, optimizer="adamw"),
-    Case("stage 3, small buckets, clipping, accumulation", 3, {**ACCUMULATE, **SMALL, **CLIPPING}),
+    Case("stage 3, small buckets, clipping", 3, {**SMALL, **CLIPPING}),
 ]
 ALL, SHARDED = range(4), range(1, 4)
 # (name, stages, options, fields of the case)
 WIDE: list[tuple[str, Sequence[int], dict[str, Any], dict[str, Any]]] = [
-    ("bf16", [3], BF16, {}),
-    ("accumulation, clipping", [1, 2], {**ACCUMULATE, **CLIPPING}, {}),
+    ("bf16", [1, 3], BF16, {}),
+    ("sequence parallel", [0, 1], {}, {"way": "sequence", "optimizer": "sgd"}),
+    ("small buckets", [1], SMALL, {}),
+    ("offload", [2], OFFLOAD, {"optimizer": "adamw"}),
+    ("accumulation, clipping", SHARDED, {**ACCUMULATE, **CLIPPING}, {}),
     ("prescale", ALL, PRESCALE, {"optimizer": "sgd"}),
     ("predivide", SHARDED, PREDIVIDE, {"optimizer": "sgd"}),
     # 4 bytes a scalar of fp32 rounded to 16 bits on DeepSpeed's wire, not on ours.
@@ -228,7 +229,7 @@ test_two_workers = make_test(
     },
     2,
 )
-test_three_workers = make_test(each(full_rank, SMALL_BUCKETS[3]) | each(writes_its_own_slice, *ALL), 3)
-test_more_buckets = pytest.mark.slow(make_test(each(full_rank, *SMALL_BUCKETS[:3]), 3))
+test_three_workers = make_test(each(writes_its_own_slice, *ALL), 3)
+test_more_buckets = pytest.mark.slow(make_test(each(full_rank, *SMALL_BUCKETS), 3))
 test_more_ways = pytest.mark.slow(make_test(each(full_rank, *WIDE_CASES), 2))
 test_four_workers = pytest.mark.slow(make_test(each(full_rank, *PIPELINES), 4))

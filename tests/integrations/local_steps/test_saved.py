@@ -27,16 +27,19 @@ EVERY, INTERRUPTED, STEPS = 3, 8, 14
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("ternary", {}),
+Options = tuple[str, dict[str, Any]]
+QUICK: list[Options] = [
     ("ternary", {"outer": NESTEROV}),
     ("int4", {"outer": ADAM, "delay": 2}),
+    ("rank", {"keep": 1.0, "delay": 1}),
+    ("alternating", {}),
+]
+MORE: list[Options] = [
+    ("ternary", {}),
     ("exact", {"outer": NESTEROV}),
     ("sparse", {"keep": 1.0}),
-    ("rank", {"keep": 1.0, "delay": 1}),
     ("rank", {}),
     ("budget", {"outer": NESTEROV, "delay": 1}),
-    ("alternating", {}),
 ]
 
 
@@ -74,9 +77,9 @@ def save(of: Training, path: Path) -> None:
     torch.save({"changes": changes(of), "steps": of.sync.steps}, path / "expected")
 
 
-def goes_on(worker: int, _world_size: int, saved_in: str) -> None:
+def goes_on(worker: int, _world_size: int, cases: list[Options], saved_in: str) -> None:
     """The same workers go on with the same bits."""
-    for index, (config, options) in enumerate(CASES):
+    for index, (config, options) in enumerate(cases):
         path = Path(saved_in) / str(index)
         first, second = training(worker, config, options), training(worker, config, options)
         first.train(INTERRUPTED)
@@ -94,9 +97,9 @@ def goes_on(worker: int, _world_size: int, saved_in: str) -> None:
             assert getattr(first.sync, name) == getattr(second.sync, name), (config, options, name)
 
 
-def goes_on_elsewhere(worker: int, _world_size: int, saved_in: str) -> None:
+def goes_on_elsewhere(worker: int, _world_size: int, cases: list[Options], saved_in: str) -> None:
     """Another number of workers goes on from the mean changes, and saves them in the same folder."""
-    for index, (config, options) in enumerate(CASES):
+    for index, (config, options) in enumerate(cases):
         path = Path(saved_in) / str(index)
         other, expected = training(worker, config, options), torch.load(path / "expected")
         other.sync.load(path)
@@ -187,11 +190,12 @@ def refuses_bad_files(worker: int, world_size: int) -> None:
         ours.train(EVERY)
 
 
-def test_runs_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"])
+def test_runs_go_on(cases: list[Options], tmp_path: Path) -> None:
     """On as many workers as have saved the state, on fewer, on more, and on those whose own files are older."""
-    run(goes_on, 2, str(tmp_path))
+    run(goes_on, 2, cases, str(tmp_path))
     for workers in (1, 3, 2):
-        run(goes_on_elsewhere, workers, str(tmp_path))
+        run(goes_on_elsewhere, workers, cases, str(tmp_path))
 
 
 test_states = make_test([saves_after_a_failure, refuses_bad_files], 2)

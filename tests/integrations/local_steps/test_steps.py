@@ -192,31 +192,10 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
     assert (copies_held(0.9), copies_held(None)) == (2, 3)
 
 
-def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
-    """Of another number of steps on each worker, and of growing ones."""
-    training = Training(worker, every=lambda steps: 4 + steps % 2)
-    training.train(5 + worker)
-    state = training.sync.state_dict()
-    training.sync.finish()
-    training.sync.finish()
-    # As many as the worker with most of them, for the function too.
-    assert (training.sync.iteration, training.sync.steps, training.sync.every) == (2, 6, 4)
-    training.sync.load_state_dict(state)
-    assert (training.sync.steps, training.sync.since) == (5 + worker, 1 + worker)
-    training.train(3 - worker)
-    training.finish()
-    training = Training(worker, delay=2, every=lambda steps: 3 + steps)
-    # Exchanges after 3 and 9 steps, and the last one.
-    training.train(14)
-    training.finish()
-    assert training.sync.iteration == 3
-
-
 ANY_NUMBER = [equals_diloco, averages_states, reads_once]
 test_two_workers = make_test(
     [
         *ANY_NUMBER,
-        takes_rounds_of_other_lengths,
         takes_in_what_trains_later,
         tries_again,
         keeps_what_is_not_sent,

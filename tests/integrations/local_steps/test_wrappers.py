@@ -40,7 +40,7 @@ from tests.support.local_steps import (
 from tests.support.sharded_training import make_test
 from tests.support.training import complaint
 
-STEPS, EVERY = 9, 3
+STEPS, EVERY = 6, 3
 
 
 def build(
@@ -186,7 +186,6 @@ def refuses_engines() -> None:
 
 
 CODED = (("exact", 0), ("ternary", 0), ("int2", 2))
-ALL = (*CODED, ("rank", 0), ("budget", 0))
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 ENGINES: dict[str, dict[str, Any]] = {
     "stage 1, bf16": {"stage": 1, **BF16},
@@ -199,7 +198,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "ddp averages": partial(equals_averaging, "ddp"),
     "fsdp2 averages": partial(equals_averaging, "fsdp2"),
     "ddp conserves": partial(conserves, "ddp", (("ternary", 0), ("sparse", 2), ("rank", 0))),
-    "fsdp2 conserves": partial(conserves, "fsdp2", ALL),
+    "fsdp2 conserves": partial(conserves, "fsdp2", (("exact", 0), ("int2", 2), ("rank", 0))),
     "odd tensors": partial(conserves, "ddp", (("ternary", 0), ("budget", 0)), OddNet),
     "offload": partial(conserves, "fsdp2", (("int2", 2),), **OFFLOAD),
     "ddp resumes": partial(resumes, "ddp", "ternary"),
@@ -214,6 +213,9 @@ QUICK_ENGINES: dict[str, Callable[[], None]] = {
     "engines average and clip": partial(equals_averaging, "deepspeed", clip=0.1, stage=2, gradient_clipping=0.1),
     "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
     "engines resume": partial(resumes, "deepspeed", "int2", 2, **STAGE_2_BF16),
+}
+SLOW: dict[str, Callable[[], None]] = {
+    "fsdp2 conserves": partial(conserves, "fsdp2", (("ternary", 0), ("budget", 0))),
 }
 SLOW_ENGINES: dict[str, Callable[[], None]] = {
     "engines average, stage 1": partial(equals_averaging, "deepspeed", stage=1),
@@ -232,5 +234,6 @@ def of(cases: dict[str, Callable[[], None]], how: Callable[..., None] = ready) -
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing")
 test_local_steps = of(QUICK, called)
+test_more = pytest.mark.slow(of(SLOW, called))
 test_engines = needs_deepspeed(of(QUICK_ENGINES))
 test_more_engines = pytest.mark.slow(needs_deepspeed(of(SLOW_ENGINES)))
