@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
@@ -33,14 +33,13 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     """
     alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
     for name, error in errors.items():
-        mesh = error.device_mesh
-        squares: Any = error.detach().double().square()
+        mesh, squares = error.device_mesh, error.detach().to_local().double().square()
         for dim in range(min(2, error.dim())):
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
-            weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
-            squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
-        alike.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
+            weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())]).expand(error.shape)
+            # The part of this worker, without the second that DTensor takes for its first product.
+            squares *= distribute_tensor(weights, mesh, error.placements, src_data_rank=None).to_local()
+        alike.setdefault((mesh, error.placements), {})[name] = squares.sum()
     totals: dict[str, float] = {}
     for (mesh, placements), sums in alike.items():
         stacked = torch.stack(list(sums.values()))

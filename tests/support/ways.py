@@ -63,15 +63,15 @@ def reduces_unused(module: Any) -> None:
 BF16 = torch.bfloat16
 WAYS = {
     "plain": Way(),
-    "several backwards": Way(2, {"sync_each": True}, quick=("FSDP1 SHARD_GRAD_OP", "HSDP")),
-    "no sync": Way(2, quick=("DDP", "FSDP1", "FSDP2")),
+    "several backwards": Way(2, {"sync_each": True}, quick=("FSDP1 SHARD_GRAD_OP",)),
+    "no sync": Way(2, quick=("FSDP1", "FSDP2")),
     "clipping": Way(step={"clip": 0.1}, quick=("FSDP2",)),
-    "frozen": Way(prepare=freeze, quick=("DDP", "FSDP1", "FSDP2", "local steps")),
+    "frozen": Way(prepare=freeze, quick=("DDP", "FSDP2", "local steps")),
     "checkpointing": Way(prepare=checkpoint, quick=("FSDP2",)),
     "unused": Way(
         unused=True,
         options={"DDP": {"find_unused_parameters": True}},
-        quick=("DDP", "FSDP2", "Compressor", "optimizer"),
+        quick=("DDP", "Compressor", "optimizer"),
     ),
     "mixed precision": Way(
         options={
@@ -79,7 +79,7 @@ WAYS = {
             **for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)),
         },
         only=True,
-        quick=("FSDP1", "FSDP2"),
+        quick=("FSDP1",),
         # Parameters that differ in their last bit may be rounded to different bf16 numbers.
         limit=1e-3,
     ),
@@ -92,7 +92,7 @@ WAYS = {
     ),
     "no all-reduce": Way(2, {"all_reduce_last": True}, options={"HSDP": {}}, only=True, quick=("HSDP",)),
     "divide factor": Way(
-        options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2", "replicate")
+        options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2",)
     ),
     "sums": Way(options=for_fsdp2(), after=sums, only=True, quick=("replicate",)),
     "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True, quick=("FSDP2",)),
