@@ -26,7 +26,7 @@ from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
-from tests.support.thinned import thinned
+from tests.support.thinned import slow, thinned
 
 RECORD = RESULTS / "two-levels.json"
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [4, *slow([8])])
 def test_counts_are_those_of_process_groups(world_size: int) -> None:
     found = run(counted_steps, world_size)
     layouts = FLAT[world_size] + TWO_LEVELS[world_size]
@@ -154,10 +154,8 @@ def test_predicted_times_of_quantized_gradients_are_those_of_the_counted_collect
 ) -> None:
     """Of fp32 gradients, some of which wait for the next bucket."""
     buckets: list[dict[str, tuple[int, ...]]] = [
-        {"a": (480, 700), "bias": (480,)},
-        {"small": (30, 20)},
-        {"b": (2048, 128)},
-    ]
+        {"a": (480, 700), "bias": (480,)}, {"small": (30, 20)}, {"b": (2048, 128)},
+    ]  # fmt: skip
     tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
     config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
     calls: list[tuple[bool, Call]] = []

@@ -16,8 +16,7 @@ from powersgd_triton.kernels.configurations import TABLES, architecture, select_
 from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, POINTERS, BucketTable, Matrix, Pointers
-from tests.support.bounds import assert_within
-from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, rounding, stored
+from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, assert_within, mixed, rounding, stored
 
 CPU = torch.device("cpu")
 TILES = (128, 32), (32, 64)

@@ -20,12 +20,7 @@ from tests.support.checks import everything
 from tests.support.kernel_cases import INF, NAN, rounding
 from tests.support.kernel_checks import Truth, Values, assert_close, exchange, step
 from tests.support.orthonormal import ORTHONORMAL, departure
-
-
-def slow(*values: Any) -> list[Any]:
-    """What only ``make ptx`` runs."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
+from tests.support.thinned import slow
 
 CPU = torch.device("cpu")
 RANKS = (1, 4, 32, 40)
@@ -51,7 +46,7 @@ def gradients(seed: int, dtype: torch.dtype, shift: int = 0, low: bool = False) 
     return found
 
 
-FIELDS: list[Any] = [{}, {"algorithm": "alternating"}, *slow({"error_feedback": False}, {"warm_start": False})]
+FIELDS: list[Any] = [{}, {"algorithm": "alternating"}, *slow([{"error_feedback": False}, {"warm_start": False}])]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -69,7 +64,7 @@ def test_steps(rank: int, fields: dict[str, Any]):
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "float16")])
+@pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16", "float16"])])
 @pytest.mark.parametrize("rank", RANKS)
 def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
     """Σ G = Σ Ĝ + E over steps that count, whatever the gradients: not finite, zero, of low rank."""
@@ -101,7 +96,7 @@ def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
         assert float((total[name] - error.double()).norm()) <= bound, name
 
 
-@pytest.mark.parametrize("width", ["int4", *slow("bfloat16", "float16", "int8")])
+@pytest.mark.parametrize("width", ["int4", *slow(["bfloat16", "float16", "int8"])])
 @pytest.mark.parametrize("rank", RANKS)
 def test_wire(rank: int, width: str):
     """Three workers send a narrow message."""
