@@ -275,10 +275,10 @@ def test_what_cannot_be_captured(
     fields: dict[str, Any], prepare: Callable[[Engine], None] | None, match: str, device: torch.device
 ):
     training = Training(device, **fields)
-    training.run(range(EAGER))
+    training.run([0])
     if prepare is not None:
         prepare(training.engine)
     with pytest.raises(RuntimeError, match=match):
         training.capture()
-    assert training.engine.step.iteration == EAGER
+    assert training.engine.step.iteration == 1
     assert not training.engine.step.keys
