@@ -70,7 +70,7 @@ def test_the_first_part_of_a_session_checks_a_step_and_times_it_beside_torchs() 
     said = session("--dry", "first").stdout
     chosen = Expression.compile(said.split(" -k ")[1].split(" --record")[0])
     cases = [case.id for case in step_cases(full=False, dry=False)]
-    found = [case for case in cases if chosen.evaluate(lambda name, **_: name.lower() in case.lower())]  # noqa: B023
+    found = [case for case in cases if chosen.evaluate(lambda name, /, **_: name.lower() in case.lower())]  # noqa: B023
     assert found == [f"gpt2-124M-r4-fp32-{provider}" for provider in ("ours", "torch", "torchbatched")]
 
 

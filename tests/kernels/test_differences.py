@@ -15,6 +15,7 @@ from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.constants import BF16_NAN, PERIOD
 from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
+from powersgd_triton.ops import differences
 from powersgd_triton.ops.differences import apply_reference, encode_reference, note_infinite_reference
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
@@ -93,21 +94,26 @@ def test_same_bits_as_the_reference(
 
 
 @thinned("width, seed", list(QUANTIZED), SEEDS, together=1)
-def test_same_bits_in_parts_of_several_spans(width: str, seed: int | None, device: torch.device):
+def test_same_bits_in_parts_of_several_spans(
+    width: str, seed: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
     """Random numbers depend on an element's part and on its span of 2¹⁶ elements; the last part is short.
 
-    What is encoded is a sum.
+    What is encoded is a sum. The reference walks in shorter spans where it draws no random numbers.
     """
+    monkeypatch.setattr(differences, "SPAN", 10 * 640)
+    # In C, all tensors are fp32.
+    dtype = torch.bfloat16 if seed is None else torch.float32
     form, each, target = QUANTIZED[width], PERIOD + 3000, random(PERIOD + 9000)[0]
     results: list[list[Tensor]] = []
     for (encode, apply), where in zip(CODECS, (device, CPU, CPU), strict=True):
         content = Bytes((2, form.difference_bytes(each)[1]), where)
         left, total = torch.full_like(target, NAN, device=where), torch.zeros(1, each, device=where)
-        terms = target.bfloat16().to(where), (target * 1e-4).to(where)
+        terms = target.to(where, dtype), (target * 1e-4).to(where)
         encode(Encoding(left, None, form, content.view, True, each, seed, terms))
         # Both messages are added to the same tensor, to what it contains and not.
         apply(Decoding(content.view, form, total[:, :2500].expand(2, -1), 0.3, each))
-        fresh = torch.full((1, 2500), NAN, dtype=torch.bfloat16, device=where)
+        fresh = torch.full((1, 2500), 7.0, dtype=dtype, device=where)
         apply(Decoding(content.view, form, fresh.expand(2, -1), 0.3, each, fresh=True))
         assert content.guarded()
         results.append([x.cpu() for x in (content.view, left, total, fresh)])
@@ -242,7 +248,7 @@ def test_sparse_messages_have_the_same_bits(
             sums = Memory([length], dtype, where).fill([torch.linspace(-3, 3, length)])
             sums.views[0][::7] = INF
             apply(Decoding(content.view[:1].expand(3, -1).contiguous(), width, sums.views[0].expand(3, -1), 1 / 3))
-            fresh = Memory([length] * parts, dtype, where)
+            fresh = Memory([length] * parts, dtype, where).fill([torch.ones(length)] * parts)
             rows = fresh.flat.as_strided((parts, length), (length, 1), fresh.flat.storage_offset())
             apply(Decoding(content.view, width, rows, -0.7, fresh=True))
             assert all(memory.guarded() for memory in (left, content, sums, fresh))
