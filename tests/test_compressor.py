@@ -211,19 +211,17 @@ def test_the_first_step_decides_the_dtype_unless_it_is_refused():
     assert compressor.iteration == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "group", "error", "says"),
-    [
+def test_bad_arguments_at_construction():
+    cases: list[tuple[Any, Any, Any, type[Exception], str]] = [
         *((config, SHAPES, None, TypeError, "PowerSGDConfig") for config in (None, {"rank": 4}, 4, PowerSGDConfig)),
         (PowerSGDConfig(), {"w": (4, -1)}, None, ValueError, r"'w'.*\(4, -1\)"),
         (PowerSGDConfig(), {"w": torch.ones(4, 4, dtype=torch.int32)}, None, TypeError, "'w'.*float.*int32"),
         (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, None, TypeError, "'w'.*dense"),
         (PowerSGDConfig(), SHAPES, object(), RuntimeError, "init_process_group"),
-    ],
-)
-def test_bad_arguments_at_construction(config: Any, tensors: Any, group: Any, error: type[Exception], says: str):
-    with pytest.raises(error, match=says):
-        Compressor(config, tensors, group=group)
+    ]
+    for config, tensors, group, error, says in cases:
+        with pytest.raises(error, match=says):
+            Compressor(config, tensors, group=group)
 
 
 def test_gradients_that_require_grad_are_only_read():

@@ -23,6 +23,7 @@ from powersgd_triton.planning.trial import sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import on_workers
 from tests.support.exchanges import latency_decides
+from tests.support.thinned import slow
 
 CPU = torch.device("cpu")
 
@@ -101,7 +102,7 @@ def test_quantized_gradients_are_recommended_where_factors_cost_too_much(
         assert row.split()[1] == f"{124_439_808 * bits / 8:,.0f}"
 
 
-@pytest.mark.parametrize("arguments", [("gpt2", "--step-ms", "180"), ("llama-7b", "--step-ms", "2000")])
+@pytest.mark.parametrize("arguments", [("gpt2", "--step-ms", "180"), *slow([("llama-7b", "--step-ms", "2000")])])
 def test_documented_tables_of_bucket_caps(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with latency_decides():
         text = output(capsys, *arguments, "--bucket-caps")
@@ -243,21 +244,15 @@ def test_sound_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "fake" not in doctor.distributed_backends()
 
 
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        ("3.5.1", "arguments (known versions are 3.6 to 3.9)"),
-        ("3.6.0", "without inspection"),
-        ("3.9.0+git", "without inspection"),
-        ("3.10.0", "launches take longer: Triton inspects arguments (known versions are 3.6 to 3.9)"),
-    ],
-)
-def test_it_says_how_kernels_are_launched(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_how_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(doctor, "_installed", lambda package: version if package == "triton" else "1")
-    (found,) = [text for name, text, _ in doctor.versions() if name == "triton"]
-    assert found.startswith(f"{version}; launches")
-    assert said in found
+    known = "launches take longer: Triton inspects arguments (known versions are 3.6 to 3.9)"
+    cases = {"3.5.1": known, "3.6.0": "without inspection", "3.9.0+git": "without inspection", "3.10.0": known}
+    for version, said in cases.items():
+        monkeypatch.setattr(doctor, "_installed", lambda package: version if package == "triton" else "1")  # noqa: B023
+        (found,) = [text for name, text, _ in doctor.versions() if name == "triton"]
+        assert found.startswith(f"{version}; launches")
+        assert said in found
 
 
 def test_wrong_arithmetic_and_an_exception_are_failed_checks(

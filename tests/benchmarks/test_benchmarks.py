@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark.expression import Expression
 from torch import nn
 
 from benchmarks import packing, rivals, tune
+from benchmarks.cases import step_cases
 from tests.support.programs import ROOT, output_of
 
 
@@ -64,13 +66,12 @@ def test_a_gpu_session_fits_ten_minutes_and_begins_with_what_tells_most(tmp_path
     assert not out.exists()
 
 
-def test_the_first_part_of_a_session_checks_a_step_and_times_it_beside_torchs(tmp_path: Path) -> None:
+def test_the_first_part_of_a_session_checks_a_step_and_times_it_beside_torchs() -> None:
     said = session("--dry", "first").stdout
-    chosen = said.split(" -k ")[1].split(" --record")[0]
-    options = ["benchmarks/test_gpu_hook_step.py", "-m", "gpu", "-k", chosen, "--collect-only", "-q"]
-    listed = output_of("-m", "pytest", *options, "-p", "no:cacheprovider", OUT=str(tmp_path))
-    steps = [line.split("[")[1].rstrip("]") for line in listed.splitlines() if "[" in line]
-    assert steps == [f"gpt2-124M-r4-fp32-{provider}" for provider in ("ours", "torch", "torchbatched")]
+    chosen = Expression.compile(said.split(" -k ")[1].split(" --record")[0])
+    cases = [case.id for case in step_cases(full=False, dry=False)]
+    found = [case for case in cases if chosen.evaluate(lambda name, /, **_: name.lower() in case.lower())]  # noqa: B023
+    assert found == [f"gpt2-124M-r4-fp32-{provider}" for provider in ("ours", "torch", "torchbatched")]
 
 
 def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,20 +14,19 @@ import torch.distributed as dist
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
-from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
+from benchmarks.network.simulator import RESULTS, exact, simulate
 from benchmarks.network.stand_ins import CountedWorker
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
-from tests.support.thinned import thinned
+from tests.support.thinned import slow, thinned
 
 RECORD = RESULTS / "two-levels.json"
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [4, *slow([8])])
 def test_counts_are_those_of_process_groups(world_size: int) -> None:
     found = run(counted_steps, world_size)
     layouts = FLAT[world_size] + TWO_LEVELS[world_size]
@@ -108,44 +108,35 @@ def test_times_follow_the_model() -> None:
     assert levels.most() == levels.normalized == 3000
 
 
-@thinned("model, message, cluster", list(MODELS), [(4, "float32"), (16, "int4")], [(2, 1), (64, 1), (2, 8)], together=1)
-def test_predicted_times_are_those_of_the_counted_collectives(
-    model: str, message: tuple[int, str], cluster: tuple[int, int]
-) -> None:
-    (rank, width), (nodes, node_size) = message, cluster
-    two_levels = node_size > 1
-    buckets, config = ddp_buckets(MODELS[model]), PowerSGDConfig(rank=rank, wire_dtype=width)
-    network = Network(nodes, node_size)
-    layouts = [Layout.build({f"{b}.{i}": s for i, s in enumerate(shapes)}, config) for b, shapes in enumerate(buckets)]
-    with latency_decides():
-        counted = simulate(buckets, config, nodes, node_size, two_levels=two_levels).seconds(network)
-        predicted = sum(Job([], 0.0, network, two_levels).messages(layouts, config))
-    # The prediction does not know where messages are cut.
-    assert predicted == pytest.approx(counted, rel=0.02)
-
-
 @pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2), (3, 2)])
 @thinned(
-    "bypass, width, fields",
+    "joined, bypass, width, fields",
+    [True, False],
     [None, "int8", "fp8", "bf16"],
     ["float32", "int4"],
     [{}, {"iterations": 2}, {"algorithm": "alternating"}],
 )
 def test_predicted_times_and_bytes_of_vectors_are_those_of_the_counted_collectives(
-    bypass: str | None, width: str, fields: dict[str, Any], cluster: tuple[int, int]
+    joined: bool, bypass: str | None, width: str, fields: dict[str, Any], cluster: tuple[int, int]
 ) -> None:
-    """Also of a bucket without matrices. In its first step the alternating algorithm sends Q, as long as P here."""
+    """Also where small messages wait for the next bucket, and of a bucket without matrices.
+
+    In its first step the alternating algorithm sends Q, as long as P here.
+    """
     (nodes, node_size), two_levels = cluster, cluster[1] > 1
     buckets: list[Shapes] = [[(600, 600), (30_000,)], [(9_000,), (70_000,)], [(512, 512), (512,), (20_000,)]]
     config = PowerSGDConfig(rank=16, wire_dtype=width, bypass=bypass, **fields)
     network = Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
     named = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
     job = Job(named, 0.0, network, two_levels)
-    traffic = simulate(buckets, config, nodes, node_size, two_levels=two_levels)
-    assert sum(job.messages(job.layouts(config), config)) == pytest.approx(traffic.seconds(network), rel=0.02)
+    with latency_decides() if joined else contextlib.nullcontext():
+        traffic = simulate(buckets, config, nodes, node_size, two_levels=two_levels)
+        predicted = sum(job.messages(job.layouts(config), config))
+        sent = job.compressed(config, ComputeTime((0.0,) * 3)).bytes_per_step
+    # The prediction does not know where messages are cut.
+    assert predicted == pytest.approx(traffic.seconds(network), rel=0.02)
     # The workers of a node share its messages.
-    counted = traffic.normalized * (node_size if two_levels else 1)
-    assert job.compressed(config, ComputeTime((0.0,) * 3)).bytes_per_step == pytest.approx(counted, rel=0.02)
+    assert sent == pytest.approx(traffic.normalized * (node_size if two_levels else 1), rel=0.02)
 
 
 @pytest.mark.parametrize(("nodes", "node_size"), [(2, 1), (3, 1), (2, 2), (3, 2), (1, 2)])
@@ -154,10 +145,8 @@ def test_predicted_times_of_quantized_gradients_are_those_of_the_counted_collect
 ) -> None:
     """Of fp32 gradients, some of which wait for the next bucket."""
     buckets: list[dict[str, tuple[int, ...]]] = [
-        {"a": (480, 700), "bias": (480,)},
-        {"small": (30, 20)},
-        {"b": (2048, 128)},
-    ]
+        {"a": (480, 700), "bias": (480,)}, {"small": (30, 20)}, {"b": (2048, 128)},
+    ]  # fmt: skip
     tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
     config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
     calls: list[tuple[bool, Call]] = []

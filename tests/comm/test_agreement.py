@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from powersgd_triton.ops import torch_backend
 from tests.support.checks import everything, gradients, step
 from tests.support.distributed import folder, on_workers
 from tests.support.sharded_training import Net, full_mesh, hybrid, hybrid_mesh, sharded, train
+from tests.support.thinned import slow
 from tests.support.training import RANK_2, backward, complaint, linear_stack
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
@@ -143,7 +143,7 @@ def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: in
 
 FOUR = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 VICTIM = 1
-WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
+WORLD_SIZES = (2, *slow([3]))
 
 
 def steps(compressor: Compressor, numbers: range) -> list[dict[str, Tensor]]:

@@ -112,7 +112,7 @@ STOCHASTIC = [name for name, width in wire_format.QUANTIZED.items() if width.sto
 CASES = [*((*cluster, False) for cluster in CLUSTERS[1:]), (2, 1, True), (3, 1, True), (8, 1, True)]
 
 
-@thinned("codes, case", STOCHASTIC, CASES)
+@thinned("codes, case", STOCHASTIC, CASES, together=1)
 def test_unbiased_without_errors(codes: str, case: tuple[int, int, bool]):
     """Gradients stay as they are, a seed gives the same bits, and the mean over seeds is the mean of the gradients."""
     (workers, node_size, sharded), numel = case, 3000
@@ -151,7 +151,7 @@ FEWER = {"bf16": 2.0, "fp8": 3.9, "int8": 3.9, "int4": 7.7, "int2": 15, "ternary
 """How many times fewer bytes than an all-reduce in fp32, which does not depend on the workers."""
 
 
-@thinned("codes, workers", tuple(FEWER), (2, 3, 8, 64))
+@thinned("codes, workers", tuple(FEWER), (2, 3, 8, 64), together=1)
 def test_bytes_of_a_worker(codes: str, workers: int):
     """As many as an all-reduce of the quantized tensors, and half of that where each worker needs a shard."""
     numel, config = 640 * 640, PowerSGDConfig(quantize=codes)

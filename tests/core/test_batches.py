@@ -12,7 +12,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from tests.support.thinned import thinned
 
 SHAPE = (3, 24, 20)
-STEPS = 5
+STEPS = 2
 
 
 def gradients(step: int) -> dict[str, Tensor]:

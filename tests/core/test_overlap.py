@@ -25,6 +25,7 @@ from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.streams import Network, StreamMachine, Timed, stream_machine
+from tests.support.thinned import slow
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
@@ -35,8 +36,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "standard": {},
     "alternating": {"algorithm": "alternating"},
     "planned": {"rank": None, "compression": 2.5, "replan_every": 1, "wire_dtype": "fp32"},
-    "narrow": {"wire_dtype": "int8", "error_dtype": "bf16"},
-    "first exact": {"start_iter": 2},
+    "narrow, first exact": {"wire_dtype": "int8", "error_dtype": "bf16", "start_iter": 2},
     "cold": {"warm_start": False, "error_feedback": False},
     "iterations": {"iterations": 2},
 }
@@ -127,7 +127,7 @@ def steps(training: Training) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("iterations", "cold") else []) for n in FIELDS]
+    "name", ["standard", "alternating", "planned", "narrow, first exact", *slow(["cold", "iterations"])]
 )
 def test_bits_are_those_of_one_bucket_after_the_other(name: str):
     with stream_machine() as machine:
@@ -156,7 +156,7 @@ def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
     assert machine.races == []
 
 
-@pytest.mark.parametrize("name", ["standard", "alternating", "narrow"])
+@pytest.mark.parametrize("name", ["standard", "alternating", "narrow, first exact"])
 def test_a_compressor_waits_for_its_messages(name: str):
     """It has one bucket, whose averages are used when the call returns."""
     with stream_machine() as machine:

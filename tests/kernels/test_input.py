@@ -1,23 +1,29 @@
-"""What the table of a bucket and the pointers to its tensors take, what they refuse, and integers beyond 32 bits."""
+"""What the table of a bucket and the pointers to its tensors take and refuse; how sums are split among programs."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton import plan
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import MAX_RANK
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
 from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
+from powersgd_triton.kernels.splits import busy_share, part_lengths, parts
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, POINTERS, BucketTable, Matrix, Pointers
-from tests.support.bounds import assert_within
-from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, rounding, stored
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.shapes import MODELS, llama
+from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, assert_within, mixed, rounding, stored
 
 CPU = torch.device("cpu")
 TILES = (128, 32), (32, 64)
@@ -86,11 +92,11 @@ def test_tables_cover_everything_once(shapes: list[tuple[int, int, int]]):
         for tiles, block, depth, length in ((row_tiles, 128, 32, m), (column_tiles, 64, 32, n)):
             mine = [tile[1:] for tile in tiles if tile[0] == index]
             for first, group in itertools.groupby(sorted(mine), lambda tile: tile[0]):
-                parts = list(group)
+                found = list(group)
                 assert first % block == 0
-                assert [parts[0][1], parts[-1][2]] == [0, length]
-                assert all(one[2] == other[1] and one[2] % depth == 0 for one, other in itertools.pairwise(parts))
-                assert [part[3] for part in parts] == list(range(len(parts)))
+                assert [found[0][1], found[-1][2]] == [0, length]
+                assert all(one[2] == other[1] and one[2] % depth == 0 for one, other in itertools.pairwise(found))
+                assert [part[3] for part in found] == list(range(len(found)))
             assert len({tile[0] for tile in mine}) == math.ceil((n if tiles is row_tiles else m) / block)
         blocks = [(start, end) for i, start, end in made.rollback.tolist() if i == index]
         assert [blocks[0][0], blocks[-1][1]] == [0, n * m]
@@ -137,12 +143,12 @@ def test_more_elements_than_32_bits_count(device: torch.device):
         matrix[ends[:, None], columns] = values
     P, Q = torch.full_like(P_hat, NAN), torch.full_like(basis, NAN)
     message = torch.full_like(basis, NAN)
-    pointers, parts = made.pointers([G]), torch.full((max(made.p_parts_numel, made.q_parts_numel),), NAN, device=device)
+    pointers, sums = made.pointers([G]), torch.full((max(made.p_parts_numel, made.q_parts_numel),), NAN, device=device)
     compensate_project_triton(
         made, pointers, made.pointers([M], bypass=False), (P_hat, basis, bucket.scalar(1.0)),
-        bucket.scalar(1.0), basis, launches.compensate_project, out=parts,
+        bucket.scalar(1.0), basis, launches.compensate_project, out=sums,
     )  # fmt: skip
-    pack_triton(made.pack_P, parts, pointers, bucket.finite, own=None, message=P)
+    pack_triton(made.pack_P, sums, pointers, bucket.finite, own=None, message=P)
     product = P_hat[ends].double() @ basis[columns].double().mT
     truth = corner.double().sum(dim=0) - product
     size = corner.double().abs().sum(dim=0) + P_hat[ends].double().abs() @ basis[columns].double().abs().mT
@@ -153,8 +159,8 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     assert int(P.count_nonzero()) == int(P[ends].count_nonzero())
     got = M[ends[:, None], columns]
     assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
-    backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=parts)
-    pack_triton(made.pack_Q, parts, pointers, bucket.finite, own=Q, message=message, bypass=P, workers=1)
+    backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=sums)
+    pack_triton(made.pack_Q, sums, pointers, bucket.finite, own=Q, message=message, bypass=P, workers=1)
     left = P_hat[ends].double()
     bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
     assert_within(Q[columns], got.double().mT @ left, bound)
@@ -228,3 +234,64 @@ def test_distances_are_kept_and_follow_tensors_that_move(device: torch.device):
     # Those that were not used for longest are forgotten, so that nothing grows.
     assert len(made._distances) <= POINTERS
     assert_found(made.pointers(homes[1]), homes[1])
+
+
+# Programs of one launch end together on GPUs of any number of multiprocessors, and parts add little traffic ---------
+
+MULTIPROCESSORS = (108, 132, 144, 148)
+LEAST_BUSY = {6: 0.9, 3: 0.85}
+"""Share of the time, if all sums in as many parts as they may have make so many programs for each multiprocessor."""
+
+MOST_TRAFFIC = 1 / 8
+"""Elements of parts that are written and read, for each element of M that is read."""
+
+
+def matrices(name: str, rank: int) -> list[list[tuple[int, int, int]]]:
+    """(n, m, r) of what is compressed in each bucket that DDP makes of a model; only different buckets."""
+    shapes = llama(layers=2, width=4096, hidden=11008) if name == "llama" else MODELS[name]
+    buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
+    layouts = [Layout.build(bucket, PowerSGDConfig(rank=rank)) for bucket in buckets]
+    found = [[(g.n, g.m, g.rank) for g in layout.groups for _ in g.segments] for layout in layouts]
+    return [list(bucket) for bucket in dict.fromkeys(map(tuple, found)) if bucket]
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+@pytest.mark.parametrize("rank", [4, 16, 32])
+@pytest.mark.parametrize("model", ["gpt2", "resnet-50", "vit-l-16", "llama"])
+def test_programs_fill_whole_waves(model: str, rank: int, rows: bool):
+    configuration = select_configuration("sm_90", rank)
+    launch = configuration.compensate_project if rows else configuration.backproject
+    checked = 0
+    for bucket in matrices(model, rank):
+        # What is split where programs walk along rows or columns, and the block in which they walk.
+        if rows:
+            split, block = [(math.ceil(n / launch.rows), m, r) for n, m, r in bucket], launch.columns
+        else:
+            split, block = [(math.ceil(m / launch.columns), n, r) for n, m, r in bucket], launch.rows
+        most = sum(tiles * max(1, size // max(block, 16 * r)) for tiles, size, r in split)
+        for multiprocessors in MULTIPROCESSORS:
+            programs: Counter[int] = Counter()
+            for (tiles, size, r), length in zip(split, part_lengths(split, block, multiprocessors), strict=True):
+                lengths = [end - start for start, end, _ in parts(size, length)]
+                assert sum(lengths) == size
+                assert len(lengths) == 1 or 2 * len(lengths) * r / size <= MOST_TRAFFIC
+                for length in lengths:
+                    programs[math.ceil(length / block)] += tiles
+            enough = [least for programs_each, least in LEAST_BUSY.items() if most >= programs_each * multiprocessors]
+            checked += bool(enough)
+            assert busy_share(programs, multiprocessors) >= max(enough, default=0), (bucket, multiprocessors)
+    assert checked
+
+
+def test_small_cases():
+    # Of equal programs the share is of whole waves. Short ones run where the long ones leave time.
+    for count in (1, 263, 264, 265, 1000):
+        assert busy_share({7: count}, 264) == count / (math.ceil(count / 264) * 264)
+    assert busy_share({4: 3, 2: 2}, 4) == 1
+    assert part_lengths([], 64, 132) == []
+    assert part_lengths([(1, 1, 1)], 64, 132) == [64]
+    # 300 matrices of different shapes, and 10⁹ elements.
+    start = time.process_time()
+    part_lengths([(26 + i, 4096 - 8 * i, 32) for i in range(300)], 64, 132)
+    part_lengths([(1000, 10**6, 4)], 64, 132)
+    assert time.process_time() - start < 1

@@ -16,9 +16,8 @@ from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_tri
 from powersgd_triton.kernels.random_device import WINDOW
 from powersgd_triton.kernels.table_device import ProgressRow
 from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
-from tests.support.bounds import assert_within
 from tests.support.device import INTERPRETED
-from tests.support.kernel_cases import INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
+from tests.support.kernel_cases import INF, NAN, RANKS, Bucket, Memory, assert_within
 from tests.support.orthonormal import (
     ORTHONORMAL,
     assert_basis_of,
@@ -27,9 +26,11 @@ from tests.support.orthonormal import (
     hard_inputs,
     nearly_dependent,
 )
-from tests.support.thinned import thinned
+from tests.support.thinned import slow, thinned
 
 U, U64 = 2.0**-24, 2.0**-53
+# 40 ends within a second panel of columns.
+QUICK = [1, 4, 17, 40]
 
 
 class Result(NamedTuple):
@@ -98,7 +99,7 @@ def random(n: int, r: int, seed: int = 0) -> Tensor:
 @thinned("rank, kappa", RANKS, (1.0, 1e6, 1e7), together=1)
 def test_orthonormal_at_every_rank_and_condition(rank: int, kappa: float, device: torch.device):
     # 300 rows are two chunks, whose sums are added.
-    heights = {1.0: [rank + 1], 1e6: [300] if rank > 32 else [rank, 300], 1e7: [rank]}[kappa]
+    heights = {1.0: [rank + 1], 1e6: [rank, 300] if rank <= 32 else [300 if rank == 40 else rank], 1e7: [rank]}[kappa]
     # Where κ is 1e7 the two may disagree about what is dead.
     check_agreement([conditioned(n, rank, kappa, seed=n)[0].float() for n in heights], device, kappa <= 1e6)
 
@@ -113,10 +114,10 @@ def test_many_chunks_and_different_ranks_in_one_bucket(device: torch.device):
     check_agreement([random(1100, 1), random(600, 5)], device)
     matrices = [random(60, 40), random(3, 1), random(1, 1), random(50, 17), random(300, 33), random(8, 8)]
     check_agreement(matrices, device)
-    check([*nearly_dependent(8, 32)], device)
+    check([*nearly_dependent(4, 8)], device)
 
 
-@pytest.mark.parametrize("rank", [3, pytest.param(33, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [3, *slow([33, 128])])
 def test_same_input_same_bits_also_in_place_and_beside_others(rank: int, device: torch.device):
     A, zero = random(260, rank), torch.zeros(5, 5)
     A[:, rank // 2] = 0
@@ -142,9 +143,7 @@ def test_the_last_program_sees_what_all_others_wrote(rank: int):
         assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
 
 
-@pytest.mark.parametrize(
-    "rank", [1, 4, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 3, 8, 17, 32, 33, 40, 64))]
-)
+@pytest.mark.parametrize("rank", [1, 4, *slow([2, 3, 8, 17, 32, 33, 40, 64])])
 def test_hard_inputs(rank: int, device: torch.device):
     """In one bucket; also from one panel of columns to the next."""
     inputs = hard_inputs(rank, heights=(rank + 9,))
@@ -194,16 +193,15 @@ def test_what_the_last_pass_finds_dead_is_zero_and_counted(rank: int, device: to
     assert_basis_of(healthy[None], random(60, rank)[None])
 
 
-@pytest.mark.parametrize("rank", RANKS_TO_64)
+@pytest.mark.parametrize("rank", [*QUICK, *slow([2, 3, 8, 16, 32, 64, 128])])
 def test_basis_of_a_zero_matrix_is_the_reference_s(rank: int, device: torch.device):
-    for key, step in ((77, 3), (0, 0), (2**32 - 1, 2**40 + 3)) if rank <= 17 else ((77, 3),):
-        zero = torch.zeros(rank + 4, rank)
-        P = check([zero], device, step=step, keys=[key])[0]
+    zero, keys, step = torch.zeros(rank + 4, rank), [77, 0, 2**32 - 1] if rank <= 17 else [77], 2**40 + 3
+    for key, P in zip(keys, check([zero] * len(keys), device, step=step, keys=keys), strict=True):
         condition = float(torch.linalg.cond(random_directions(torch.tensor([key]), step, *zero.shape)[0].double()))
         assert_agrees(P, by_reference(zero, key, step=step), condition)
 
 
-NON_FINITE = [("element", NAN), ("element", INF), ("element", -INF), ("row", -INF), ("column", INF), ("all", NAN)]
+NON_FINITE = [("element", NAN), ("row", -INF), ("column", INF), ("all", NAN)]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -90,15 +90,9 @@ VALUES: dict[str, Values] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_same_bits_as_the_reference(width: str, case: str, device: torch.device):
-    assert_same(case, width, lambda x: x, device)
-
-
-@thinned("width, case", WIDTHS, [case for case, (_, _, workers) in CASES.items() if workers > 1], together=1)
-def test_same_bits_where_whole_messages_are_added(width: str, case: str, device: torch.device):
-    assert_same(case, width, lambda x: x, device, whole=True)
+@thinned("whole, width, case", (False, True), WIDTHS, list(CASES), together=1)
+def test_same_bits_as_the_reference(whole: bool, width: str, case: str, device: torch.device):
+    assert_same(case, width, lambda x: x, device, whole=whole)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

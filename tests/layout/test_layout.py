@@ -41,6 +41,9 @@ def test_eligibility():
         ((7,), 4, 0.0, 0), ((), 4, 0.0, 0), ((0, 7), 4, 0.0, 0), ((7, 0), 4, 0.0, 0),
     ):  # fmt: skip
         assert compressed_rank(shape, PowerSGDConfig(rank=rank, min_compression_rate=rate)) == expected
+    # Factors of 44 · 4 elements of 4 bytes, or 480 elements in fp32 or fewer bits.
+    for bypass, expected in ((None, 4), ("bf16", 4), ("int8", 0)):
+        assert compressed_rank((24, 20), PowerSGDConfig(rank=4, min_compression_rate=1, bypass=bypass)) == expected
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

@@ -6,15 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from powersgd_triton import PowerSGDConfig, config
+from benchmarks.network.stand_ins import CountedWorker
+from powersgd_triton import Compressor, PowerSGDConfig, config
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout import wire_format
 from powersgd_triton.layout.codec import Decoding, Encoding
+from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.layout.sparse_format import CHUNK, SparseFormat
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
-from powersgd_triton.ops import differences
+from powersgd_triton.ops import host
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.host import apply_host, encode_host
+from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
+from powersgd_triton.schemes.quantized_mean import Exchange, summed
 from tests.support.differences import heavy_tailed, scaled, scales_of, seeds, widths
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
@@ -174,23 +180,22 @@ def test_bases_weights_and_what_is_subtracted(width: WireFormat, seed: int | Non
     assert torch.equal(got, (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
 
 
-@widths
-@over_dtypes("dtype", GRADIENTS)
-def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """A tensor that is worked on in several spans, of which the last one may be shorter."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for numel in (5000, 5120):
-        target, base, results = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype), []
-        for span in (8 * 640, 2 * 640):
-            monkeypatch.setattr(differences, "SPAN", span)
-            left, copies = target.clone(), base.clone()[None]
-            contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
-            encode_reference(Encoding(left, None, width, contents[0], subtract=True))
-            encode_reference(Encoding(target, base, width, contents[1]))
-            apply_reference(Decoding(contents[1:], width, copies, 1 / 3))
-            results.append((contents, left, copies))
-        for whole, divided in zip(*results, strict=True):
-            assert torch.equal(whole, divided)
+def test_bits_of_c_depend_on_no_threads_and_without_it_the_reference_computes(monkeypatch: pytest.MonkeyPatch):
+    width, target, before = DIFFERENCES["int8"], heavy_tailed(PERIOD), torch.get_num_threads()
+    contents = torch.zeros(3, width.difference_bytes(PERIOD)[1], dtype=torch.uint8)
+    try:
+        for threads, content in zip((1, 3), contents[:2], strict=True):
+            torch.set_num_threads(threads)
+            encode_host(Encoding(target, None, width, content, seed=1))
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(host, "library", lambda: None)
+    encode_host(Encoding(target, None, width, contents[2], seed=1))
+    assert torch.equal(contents, contents[:1].expand(3, -1))
+    out, expected = torch.zeros(2, 1, PERIOD)
+    apply_host(Decoding(contents[:1], width, out))
+    apply_reference(Decoding(contents[:1], width, expected))
+    assert torch.equal(out, expected)
 
 
 def test_the_configuration_knows_all_formats_and_the_backend_decides_who_codes():
@@ -200,3 +205,70 @@ def test_the_configuration_knows_all_formats_and_the_backend_decides_who_codes()
         "torch": (encode_host, apply_host),
         "triton": (encode_triton, apply_triton),
     }
+
+
+# The sparse format: what is sent of each chunk, and its bytes --------------------------------------------------------
+
+BOTH = (encode_sparse_reference, apply_sparse_reference), (encode_host, apply_host)
+
+
+def expected(x: Tensor, kept: int) -> Tensor:
+    """What one chunk's message stands for, in plain Python."""
+    order = sorted((i for i in range(len(x)) if x[i] != 0), key=lambda i: (-abs(float(x[i])), i))
+    sent = order[: -(-kept * len(x) // CHUNK)]
+    scale = torch.tensor(sum(abs(float(x[i])) for i in sent) / max(1, len(sent))).bfloat16().float()
+    decoded = torch.zeros(len(x))
+    for i in sent:
+        decoded[i] = scale.copysign(x[i])
+    return decoded
+
+
+@pytest.mark.parametrize("compression", [16, 50, 1000])
+@pytest.mark.parametrize("numel", [1, 100, CHUNK, CHUNK + 1, 2 * CHUNK + 700])
+def test_the_largest_are_sent(compression: float, numel: int):
+    """Of equal magnitudes the first, and no zeros. A message has its size whatever is sent, and no other byte."""
+    torch.manual_seed(numel)
+    width = SparseFormat.of(compression)
+    # Whole numbers, of which many are equal, and their sums exact.
+    for x in (torch.randn(numel).mul(9).round(), torch.zeros(numel), -torch.ones(numel)):
+        x[7:9] = 0
+        content, left = torch.full((width.difference_bytes(numel)[1] + 1,), UNWRITTEN, dtype=torch.uint8), x.clone()
+        encode_sparse_reference(Encoding(left, None, width, content[:-1], subtract=True))
+        decoded = torch.cat([expected(chunk, width.kept) for chunk in x.split(CHUNK)])
+        assert torch.equal(left, x - decoded)
+        out = torch.full((1, numel), 2.0)
+        apply_sparse_reference(Decoding(content[None, :-1], width, out))
+        assert torch.equal(out[0], 2 + decoded)
+        chunks, offset = -(-numel // CHUNK), width.difference_bytes(numel)[0]
+        unwritten = content[offset + chunks * width.chunk_bytes :]
+        assert bool((unwritten == UNWRITTEN).all())
+    assert 4 * CHUNK / (width.chunk_bytes + 2) >= compression
+
+
+def test_what_is_not_finite_spoils_its_chunk():
+    width = SparseFormat.of(50)
+    for encode, apply in BOTH:
+        for value in (NAN, INF, -INF):
+            x, out = torch.randn(3 * CHUNK), torch.zeros(1, 3 * CHUNK)
+            x[CHUNK + 3] = value
+            content = torch.zeros(width.difference_bytes(len(x))[1], dtype=torch.uint8)
+            encode(Encoding(x, None, width, content))
+            apply(Decoding(content[None], width, out))
+            spoiled = out[0].isnan().view(3, CHUNK)
+            assert spoiled.all(1).tolist() == spoiled.any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64])
+def test_bytes_of_a_worker(workers: int):
+    """As many times fewer as asked for than an all-reduce in fp32, whatever the number of workers."""
+    numel, calls = 64 * 16 * CHUNK, list[tuple[bool, Call]]()
+    config = PowerSGDConfig(quantize="sparse", compression=100)
+    for _ in summed(torch.randn(numel), Exchange(config, CountedWorker(0, workers, calls))):
+        pass
+    exact = 2 * (workers - 1) / workers * 4 * numel
+    assert 100 <= exact / sum(call.sent for _, call in calls) <= 103
+
+
+def test_it_is_for_local_steps():
+    with pytest.raises(ValueError, match="is for LocalSteps"):
+        Compressor(PowerSGDConfig(quantize="sparse"), {"w": (8, 8)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +52,7 @@ def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsi
 
 @thinned("r, dtype", [1, 2, 3, 4, 8, 16, 17, 32, 64, 128], [torch.float32, torch.float64], together=1)
 def test_hard_inputs(r: int, dtype: torch.dtype):
-    for name, A in hard_inputs(r, heights=(r, r + 1, 3 * r + 5, 300)).items():
+    for name, A in hard_inputs(r, heights=(r, r + 1, 300)).items():
         assert_basis_of(orthogonalize(A[None].to(dtype)), A[None].to(dtype), name)
 
 
@@ -69,8 +70,10 @@ def test_exactly_dependent_columns_that_are_nearly_parallel():
 
 def test_real_directions_that_look_like_rounding_errors_are_kept():
     """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
-    for A in nearly_dependent(120, 2500):
-        assert_basis_of(orthogonalize(A[None]), A[None])
+    matrices = sorted(nearly_dependent(120, 2500), key=lambda A: A.shape)
+    for _, alike in itertools.groupby(matrices, key=lambda A: A.shape):
+        A = torch.stack([*alike])
+        assert_basis_of(orthogonalize(A), A)
     # Key 385972 draws two directions for n = r = 2 that are parallel to 5 digits; they are directions all the same.
     assert departure(orthogonalize(torch.zeros(1, 2, 2), key=385972)) <= ORTHONORMAL
 

@@ -48,37 +48,24 @@ def test_bits_do_not_depend_on_what_is_allowed(fields: dict[str, Any], dtype: to
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("allowed", ["tf32", "none", "ieee"])
+def settings() -> tuple[Any, ...]:
+    """The older settings, which torch refuses to read if they differ from the newer ones, and these."""
+    backends: Any = torch.backends
+    precisions = [matmul.fp32_precision for matmul in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    return torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), precisions
+
+
+@pytest.mark.parametrize("allowed", ["high", "medium", "highest"])
 def test_tf32_is_off_in_products_only(allowed: str):
     """On a CUDA device, whose settings exist without one."""
-    seen = []
-    settings: Any = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, allowed
     try:
+        torch.set_float32_matmul_precision(allowed)
+        before = settings()
         with contextlib.suppress(KeyError), full_precision(torch.device("cuda", 0)):
-            seen.append(settings.fp32_precision)
+            assert settings()[:2] == (False, "highest")
+            assert {*settings()[2]} <= {"none", "ieee"}
             raise KeyError
-        seen.append(settings.fp32_precision)
-    finally:
-        settings.fp32_precision = before
-    assert seen == ["ieee" if allowed == "tf32" else allowed, allowed]
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_older_settings_can_be_read_meanwhile(precision: str):
-    """torch refuses to read them if they differ from the newer ones."""
-
-    def seen() -> tuple[Any, ...]:
-        backends: Any = torch.backends
-        precisions = [matmul.fp32_precision for matmul in (backends.cuda.matmul, backends.mkldnn.matmul)]
-        return torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), precisions
-
-    try:
-        torch.set_float32_matmul_precision(precision)
-        before = seen()
-        with full_precision(torch.device("cuda", 0)):
-            assert seen() == (False, "highest", ["ieee", "ieee"])
-        assert seen() == before
+        assert settings() == before
     finally:
         torch.set_float32_matmul_precision("highest")
 

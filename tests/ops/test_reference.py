@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops import blocks, products, reference
-from tests.support.bounds import assert_within
 from tests.support.checks import DTYPES
-from tests.support.kernel_cases import NAN, Memory
+from tests.support.kernel_cases import GROWTH, NAN, Memory, assert_within
 
 SIZES = [
     (1, 1, 1),
@@ -90,20 +89,21 @@ def both(name: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compensate_project(compute: Any, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch):
     block_bytes(monkeypatch, size)
-    for (n, m, r), applied in itertools.product(SIZES, (None, 0.0, 1.0)):
+    for (n, m, r), (applied, growth) in itertools.product(SIZES, ((None, 1.0), (0.0, GROWTH), (1.0, GROWTH))):
         case = Case(n, m, r, dtype)
         G, M, P, Q, basis = stack(case.G), stack(case.M), case.P.double(), case.Q.double(), case.basis.double()
         out = torch.full_like(case.P, NAN)
         pending = None if applied is None else (case.P, case.Q, torch.tensor(applied))
-        compute(case.G, case.M, pending, case.basis, out=out)
+        compute(case.G, case.M, pending, case.basis, growth=torch.tensor(growth, dtype=out.dtype), out=out)
 
         product = P @ Q.mT if applied else torch.zeros_like(M)
-        # r products and their sum, one subtraction, one addition.
-        terms = (P.abs() @ Q.abs().mT if applied else 0) + M.abs() + G.abs()
-        error = rounding(r + 2, dtype) * terms
-        assert_within(torch.stack(case.M), G + M - product, error)
+        truth = G + growth * (M - product)
+        # r products and their sum, one subtraction, one multiplication, one addition.
+        terms = growth * ((P.abs() @ Q.abs().mT if applied else 0) + M.abs()) + G.abs()
+        error = rounding(r + 3, dtype) * terms
+        assert_within(torch.stack(case.M), truth, error)
         slack = rounding(m, dtype) * ((terms + error) @ basis.abs())
-        assert_within(out, (G + M - product) @ basis, error @ basis.abs() + slack)
+        assert_within(out, truth @ basis, error @ basis.abs() + slack)
         assert torch.equal(stack(case.G), G)
         # Without error feedback.
         compute(case.G, None, None, case.basis, out=out.fill_(NAN))

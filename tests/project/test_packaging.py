@@ -26,33 +26,12 @@ def modules() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
 
 
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Wheel and sdist, built from a copy of the checkout, so that the checkout stays as it is."""
-    folder = tmp_path_factory.mktemp("packaging")
+def build(folder: Path, **variables: str | None) -> tuple[Path, Path]:
+    """An sdist and a wheel that is built from it, of a copy of the checkout, so that the checkout stays as it is."""
     source, dist = folder / "source", folder / "dist"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*UNTRACKED))
-    output_of("-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", dist, cwd=source, PYTHONPATH=None)
-    (wheel,) = dist.glob("*.whl")
-    (sdist,) = dist.glob("*.tar.gz")
-    return {"wheel": wheel, "sdist": sdist}
-
-
-@pytest.fixture(scope="module")
-def targets(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders into which wheel and sdist are installed; pip builds a second wheel from the sdist."""
-    folder = tmp_path_factory.mktemp("installed")
-    options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
-    for kind, path in distributions.items():
-        output_of("-m", "pip", "install", *options, "--target", folder / kind, path, cwd=folder, PYTHONPATH=None)
-    return {kind: folder / kind for kind in distributions}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """What is below a folder, without what pip writes about the installation, and without what a compiler has built."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.parent.name.endswith(".dist-info")]
-    paths = [path for path in paths if path.suffix != ".so"]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    output_of("-m", "build", "--no-isolation", "--outdir", dist, cwd=source, PYTHONPATH=None, **variables)
+    return next(dist.glob("*.tar.gz")), next(dist.glob("*.whl"))
 
 
 def test_every_folder_with_modules_is_a_package():
@@ -62,41 +41,42 @@ def test_every_folder_with_modules_is_a_package():
         assert (ROOT / module).with_name("__init__.py").is_file(), module
 
 
-def test_wheel_and_sdist_install_the_package(targets: dict[str, Path]):
-    for target in targets.values():
-        installed = files(target)
-        assert {name for name in installed if "/licenses/" not in name} == modules() | DATA
-        for name in modules() | DATA:
-            assert installed[name] == (ROOT / name).read_bytes(), name
-        assert not [path for path in target.rglob("*") if path.is_symlink()]
-    assert files(targets["sdist"]) == files(targets["wheel"])
-
-
-def test_distributions_hold_nothing_else(distributions: dict[str, Path], targets: dict[str, Path]):
-    wheel, sdist = (next(folder.glob("*.dist-info/METADATA")).read_text() for folder in targets.values())
-    assert wheel == sdist
-    assert f"\nVersion: {powersgd_triton.__version__}\n" in wheel
-    with zipfile.ZipFile(distributions["wheel"]) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith("/top_level.txt")]
-        assert archive.read(name).decode().split() == ["powersgd_triton"]
-    with tarfile.open(distributions["sdist"]) as sources:
+def test_sdist_and_wheel_hold_the_package_and_nothing_else(tmp_path: Path):
+    """Built as without a C compiler, which is slow. The wheel is the package's folder, ready to be imported."""
+    sdist, wheel = build(tmp_path, CC="false")
+    with tarfile.open(sdist) as sources:
         names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
     } | {f"powersgd_triton/ops/{name}" for name in ("clones.h", "host.c", "panels.c", "products.c", "products.h")}
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
+    target = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    (info,) = target.glob("*.dist-info")
+    assert (info / "top_level.txt").read_text().split() == ["powersgd_triton"]
+    assert f"\nVersion: {powersgd_triton.__version__}\n" in (info / "METADATA").read_text()
+    paths = [path for path in target.rglob("*") if path.is_file() and info not in path.parents]
+    assert {path.relative_to(target).as_posix() for path in paths} == modules() | DATA
+    for path in paths:
+        assert path.read_bytes() == (ROOT / path.relative_to(target)).read_bytes(), path
+    code = "import powersgd_triton.integrations.ddp as ddp; ddp.PowerSGDState(None); print(ddp.__file__)"
+    assert Path(output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).strip()).is_relative_to(target)
 
 
 @pytest.mark.slow
-def test_installed_package_runs_its_checks(targets: dict[str, Path], tmp_path: Path):
-    """The wheel's, which has the same files as the sdist's."""
+def test_installed_package_runs_its_checks(tmp_path: Path):
+    """Of a wheel that pip builds from the sdist."""
+    sdist, _ = build(tmp_path, CC="false")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
+    target = tmp_path / "installed"
+    output_of("-m", "pip", "install", *options, "--target", target, sdist, cwd=tmp_path, PYTHONPATH=None)
     code = """
 import importlib, runpy, sys
 import powersgd_triton
 print(powersgd_triton.__file__)
 for name in ("ddp", "fsdp1", "fsdp2", "optimizer"):
     print(importlib.import_module(f"powersgd_triton.integrations.{name}").__file__)
-powersgd_triton.integrations.ddp.PowerSGDState(None)
 try:
     import integrations
 except ModuleNotFoundError as error:
@@ -104,8 +84,8 @@ except ModuleNotFoundError as error:
 sys.argv = ["powersgd_triton", "doctor"]
 runpy.run_module("powersgd_triton", run_name="__main__")
 """
-    lines = output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(targets["wheel"])).splitlines()
-    assert all(Path(file).is_relative_to(targets["wheel"]) for file in lines[:5]), lines
+    lines = output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
+    assert all(Path(file).is_relative_to(target) for file in lines[:5]), lines
     assert lines[5] == "No module named 'integrations'"
     assert "All checks passed" in "\n".join(lines)
     # Without a C compiler, the package is installed without its library.

@@ -6,7 +6,6 @@ Results are compared with fp64 truth or with the reference's bits. Findings fail
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,9 @@ from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.checks import everything
 from tests.support.kernel_cases import INF, NAN, rounding
-from tests.support.kernel_checks import Truth, Values, assert_close, exchange, step
+from tests.support.kernel_checks import Values, exchange
 from tests.support.orthonormal import ORTHONORMAL, departure
-
-
-def slow(*values: Any) -> list[Any]:
-    """What only ``make ptx`` runs."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
+from tests.support.thinned import slow
 
 CPU = torch.device("cpu")
 RANKS = (1, 4, 32, 40)
@@ -51,25 +45,8 @@ def gradients(seed: int, dtype: torch.dtype, shift: int = 0, low: bool = False) 
     return found
 
 
-FIELDS: list[Any] = [{}, {"algorithm": "alternating"}, *slow({"error_feedback": False}, {"warm_start": False})]
-
-
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
-@pytest.mark.parametrize("rank", RANKS)
-def test_steps(rank: int, fields: dict[str, Any]):
-    """Regular steps against fp64 truth, the second with gradients that are not aligned; then one that is void."""
-    config = everything(rank, backend="triton", explore_every=2, **fields)
-    kernels, truth = Compressor(config, SHAPES), Truth(SHAPES, config, CPU)
-    for seed in range(3):
-        given = gradients(seed, torch.float32, shift=seed % 2)
-        expected, bounds = truth.step(given)
-        assert_close(step(kernels, given), expected, bounds)
-    given["odd"][3, 4] = INF
-    assert not step(kernels, given)["odd"].isfinite().any()
-
-
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "float16")])
+@pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16", "float16"])])
 @pytest.mark.parametrize("rank", RANKS)
 def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
     """Σ G = Σ Ĝ + E over steps that count, whatever the gradients: not finite, zero, of low rank."""
@@ -101,7 +78,7 @@ def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
         assert float((total[name] - error.double()).norm()) <= bound, name
 
 
-@pytest.mark.parametrize("width", ["int4", *slow("bfloat16", "float16", "int8")])
+@pytest.mark.parametrize("width", ["int4", *slow(["bfloat16", "float16", "int8"])])
 @pytest.mark.parametrize("rank", RANKS)
 def test_wire(rank: int, width: str):
     """Three workers send a narrow message."""

@@ -16,9 +16,8 @@ from powersgd_triton.layout.matrices import products
 from powersgd_triton.ops.bucket import keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.reference import largest_error
-from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
-from tests.support.held import TINY, check_memory, check_read, fits, gamma, mean_in_range, owed, pair
+from tests.support.held import TINY, Model, check_memory, check_read, fits, gamma, mean_in_range, owed, pair, total
 from tests.support.lockstep import BucketRun, Fleet, Values, assert_same_bits
 from tests.support.orthonormal import ORTHONORMAL, departure
 

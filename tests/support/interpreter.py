@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 CHECKED = interpreter.interpreter_builder.options
@@ -25,9 +26,10 @@ CHECKED = interpreter.interpreter_builder.options
 
 
 def make_faster() -> None:
-    """Remember what the interpreter looks up again and again, which takes as long as the kernels of the tests.
+    """Remember what the interpreter looks up again and again, which takes longer than the kernels of the tests.
 
-    These are the members of Triton's language that it replaces, and NumPy's dtypes. Overflows are not looked for.
+    These are the members of Triton's language that it replaces, NumPy's dtypes, and what types and shapes become.
+    Overflows are not looked for.
     """
     names: dict[Any, list[str]] = {}
     dtypes: dict[str, Any] = {}
@@ -51,16 +53,61 @@ def make_faster() -> None:
             dtypes[name] = dtype_of(kind)
         return dtypes[name]
 
+    block, equal, broadcast = core.block_type.__init__, core.tuple.__eq__, TritonSemantic.broadcast_impl_value
+
     @functools.cache
     def shape_of(sizes: tuple[int, ...]) -> Any:
-        return core.tuple([core.constexpr(size) for size in sizes])
+        """Return a shape, which is one object for all types that have it, with the types of each kind of element."""
+        shape, constants = core.tuple(list(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+        shape.of_tensors, shape.kinds = (constants, core.constexpr(math.prod(sizes))), {}
+        return shape
+
+    def block_type(self: Any, kind: Any, shape: Any) -> None:
+        block(self, kind, shape)
+        self.shape = shape_of(tuple(self.shape))
+
+    def typed(kind: Any, shape: Any) -> Any:
+        if not hasattr(shape, "kinds"):
+            return core.block_type(kind, shape)
+        key = kind.name, getattr(kind, "address_space", 0), getattr(kind, "const", False)
+        if key not in shape.kinds:
+            shape.kinds[key] = core.block_type(kind, shape)
+        return shape.kinds[key]
 
     def tensor(self: Any, handle: Any, kind: Any) -> None:
-        sizes = tuple(kind.shape) if kind.is_block() else ()
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = shape_of(sizes), core.constexpr(math.prod(sizes))
+        self.shape, self.numel = kind.shape.of_tensors if kind.is_block() else scalar
 
-    core.tensor.__init__ = tensor
+    def same(self: Any, other: Any) -> Any:
+        return core.constexpr(True) if self is other else equal(self, other)
+
+    def broadcast_once(self: Any, one: Any, other: Any) -> Any:
+        shape = getattr(one.type, "shape", None)
+        done = shape is not None and shape is getattr(other.type, "shape", None)
+        return (one, other) if done else broadcast(self, one, other)
+
+    def patch_attr(place: Any, name: str, member: Any, _: Any, *scope: Any) -> None:
+        def call(*arguments: Any, _semantic: Any = None, **named: Any) -> Any:
+            return member.__wrapped__(*arguments, **named, _semantic=interpreter.interpreter_semantic)
+
+        (scope[0].set_attr if scope else setattr)(place, name, call)
+
+    def remember(name: str) -> None:
+        """Of a function of types and plain numbers."""
+        once = functools.lru_cache(1 << 14)(
+            functools.partial(getattr(TritonSemantic, name), interpreter.interpreter_semantic)
+        )
+        setattr(TritonSemantic, name, lambda _, *arguments, **named: once(*arguments, **named))
+
+    scalar = shape_of(()).of_tensors
+    core.block_type.__init__ = block_type
+    core.block_type.with_element_ty = lambda self, kind: typed(kind, self.shape)
+    interpreter.InterpreterBuilder.get_block_ty = lambda _, kind, shape: typed(kind, shape)
+    core.tuple.__eq__, core.tensor.__init__ = same, tensor
+    TritonSemantic.broadcast_impl_value = broadcast_once
+    remember("computation_type_impl")
+    remember("scalar_constant")
+    interpreter._patch_attr = patch_attr
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = dataclasses.replace(CHECKED, sanitize_overflow=False)

@@ -13,9 +13,8 @@ from powersgd_triton.kernels.backproject import backproject_triton, compensate_b
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.ops.wire import Wire
-from tests.support.bounds import assert_within
 from tests.support.checks import poisoned
-from tests.support.kernel_cases import GROWTH, Bucket, Bytes, Memory, rounding, stored
+from tests.support.kernel_cases import GROWTH, Bucket, Bytes, Memory, assert_within, rounding, stored
 
 
 def compensate(bucket: Bucket, *, left: bool, applied: float = 0.0, growth: float = 1.0) -> Memory:

@@ -18,6 +18,11 @@ def label(value: Any) -> str:
     return "none" if value is None else getattr(value, "__name__", str(value))
 
 
+def slow(values: Sequence[Any]) -> list[Any]:
+    """Values of a parameter with which a test is slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def thinned(names: str, *options: Sequence[Any], together: int = 2) -> pytest.MarkDecorator:
     """Parametrize over the product of the options; most of its cases are slow.
 
