@@ -33,7 +33,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     """
     alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
     for name, error in errors.items():
-        mesh, squares = error.device_mesh, error.detach().to_local().double().square()
+        mesh, squares = error.device_mesh, error.to_local().detach().double().square()
         for dim in range(min(2, error.dim())):
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())]).expand(error.shape)

@@ -91,9 +91,7 @@ WAYS = {
         limit=2**-6,
     ),
     "no all-reduce": Way(2, {"all_reduce_last": True}, options={"HSDP": {}}, only=True, quick=("HSDP",)),
-    "divide factor": Way(
-        options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2",)
-    ),
+    "divide factor": Way(options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2",)),
     "sums": Way(options=for_fsdp2(), after=sums, only=True, quick=("replicate",)),
     "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True, quick=("FSDP2",)),
     "no reshard": Way(
