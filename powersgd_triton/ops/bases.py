@@ -54,16 +54,16 @@ def cholesky_qr(A: Tensor, epsilon: float, *, out: Tensor) -> Tensor:
     its norm. Where that is large, ``bases.c`` decomposes once more what it has found. (Yamamoto, Nakatsukasa,
     Yanagisawa, Fukaya: "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015.)
     """
-    (count, n, r), host = A.shape, library()
+    (count, n, r), function = A.shape, getattr(library(), "powersgd_orthogonalize", None)
     # A sum of as many terms as columns is at most the root of the squares times the root of their number.
     enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
     # If the share of a column that is left is small, its terms are large.
     most = 1 / max(epsilon, SURELY_ALIVE)
     exact = torch.empty(count, dtype=torch.bool)
-    if host is not None and A.is_contiguous() and out.is_contiguous():
+    if function is not None and A.is_contiguous() and out.is_contiguous():
         places = A.data_ptr(), out.data_ptr(), exact.data_ptr()
         factors = _Factors(*places, count, n, r, enough, most)
-        if host.powersgd_orthogonalize(ctypes.byref(factors), torch.get_num_threads()):
+        if function(ctypes.byref(factors), torch.get_num_threads()):
             return exact
     X = A.double()
     gram, identity = torch.bmm(X.mT, X), torch.eye(r, dtype=X.dtype)
