@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
@@ -36,9 +36,10 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
         mesh, squares = error.device_mesh, error.to_local().detach().double().square()
         for dim in range(min(2, error.dim())):
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
-            weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())]).expand(error.shape)
-            # The part of this worker, without the second that DTensor takes for its first product.
-            squares *= distribute_tensor(weights, mesh, error.placements, src_data_rank=None).to_local()
+            weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
+            # This worker's part of them, without the second that DTensor takes for its first product.
+            along = [part if part.is_shard(dim) else Replicate() for part in error.placements]
+            squares *= distribute_tensor(weights, mesh, along, src_data_rank=None).to_local()
         alike.setdefault((mesh, error.placements), {})[name] = squares.sum()
     totals: dict[str, float] = {}
     for (mesh, placements), sums in alike.items():

@@ -149,7 +149,10 @@ AVX2 static double growth(numbers *G, int64_t r) {
                 squares[j] += term * term;
             }
     }
-    for (int64_t j = 0; j < r; j++) most = squares[j] <= most ? most : squares[j];
+    for (int64_t j = 0; j < r; j++) {
+        if (!(squares[j] <= __DBL_MAX__)) return INFINITY;
+        most = squares[j] > most ? squares[j] : most;
+    }
     return sqrt(most);
 }
 
@@ -177,11 +180,11 @@ AVX2 static void divide(const Factors *f, const float *A, float *out, const numb
 
 static void orthogonalize(const Factors *f, int64_t matrix, int64_t threads) {
     const int64_t count = (f->r + SIDE - 1) / SIDE, sizes[2] = {count * count * SIDE, count * DEPTH};
-    numbers *const G = aligned_alloc(sizeof *G, (sizes[0] + threads * sizes[1]) * sizeof *G), *const panels = G + sizes[0];
+    numbers *const G = aligned_alloc(sizeof *G, (sizes[0] + threads * sizes[1]) * sizeof *G);
     float *const out = f->out + matrix * f->n * f->r;
     const float *A = f->A + matrix * f->n * f->r;
     f->exact[matrix] = 0;
-    if (G) memset(panels, 0, threads * sizes[1] * sizeof *G);
+    numbers *const panels = G ? memset(G + sizes[0], 0, threads * sizes[1] * sizeof *G) : NULL;
     for (int pass = 0; G && pass < 2 && !f->exact[matrix]; pass++, A = out) {
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t i = 0; i < threads; i++) multiply(f, A, G, panels + i * sizes[1], i, threads);

@@ -59,14 +59,14 @@ def cholesky_qr(A: Tensor, epsilon: float, *, out: Tensor) -> Tensor:
     enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
     # If the share of a column that is left is small, its terms are large.
     most = 1 / max(epsilon, SURELY_ALIVE)
-    exact = torch.empty(count, dtype=torch.bool)
+    exact = torch.empty(count, dtype=torch.bool, device=A.device)
     if function is not None and A.is_contiguous() and out.is_contiguous():
         places = A.data_ptr(), out.data_ptr(), exact.data_ptr()
         factors = _Factors(*places, count, n, r, enough, most)
         if function(ctypes.byref(factors), torch.get_num_threads()):
             return exact
     X = A.double()
-    gram, identity = torch.bmm(X.mT, X), torch.eye(r, dtype=X.dtype)
+    gram, identity = torch.bmm(X.mT, X), torch.eye(r, dtype=X.dtype, device=A.device)
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).mT
     out.copy_(torch.bmm(X, inverse))

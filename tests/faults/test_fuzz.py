@@ -78,7 +78,7 @@ def test_nothing_is_lost_in_25_steps(mode: str, dtype: torch.dtype) -> None:
 
 def test_nothing_is_lost_between_nodes_and_one_level() -> None:
     """Nodes of 2 workers, then one level, then nodes of 3."""
-    keep_books(6, "standard", torch.float32, steps=16, node_sizes=(2, 1, 3))
+    keep_books(6, "standard", torch.float32, steps=24, node_sizes=(2, 1, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

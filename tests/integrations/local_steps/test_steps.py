@@ -24,6 +24,15 @@ from tests.support.training import complaint, logged, warnings
 STEPS, EVERY = 12, 4
 
 
+def takes_rounds_that_grow(worker: int, _world_size: int) -> None:
+    """Exchanges after 3 and 9 steps, and the last one."""
+    training = Training(worker, delay=2, every=lambda steps: 3 + steps)
+    training.train(14)
+    assert training.sync.every == 12
+    training.finish()
+    assert training.sync.iteration == 3
+
+
 def equals_diloco(worker: int, _world_size: int) -> None:
     """Exact messages are DiLoCo. Averaging of parameters is tested with wrappers."""
     got = Training(worker, "exact", EVERY, optimizer=WITH_MOMENTUM, outer=NESTEROV)
@@ -196,6 +205,7 @@ ANY_NUMBER = [equals_diloco, averages_states, reads_once]
 test_two_workers = make_test(
     [
         *ANY_NUMBER,
+        takes_rounds_that_grow,
         takes_in_what_trains_later,
         tries_again,
         keeps_what_is_not_sent,
