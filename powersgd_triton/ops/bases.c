@@ -1,4 +1,4 @@
-// Orthonormal bases of factors on the CPU: CholeskyQR in fp64, for ops/orthogonalize.py.
+// Orthonormal bases of factors on the CPU: CholeskyQR in fp64, for ops/bases.py.
 //
 // Numbers in fp64 lie in panels of SIDE columns, [panel][row][SIDE], so that all products are of one kind. Each number
 // is computed by one thread in one order: it has the same bits on any number of threads.
