@@ -59,8 +59,8 @@ def cholesky_qr(A: Tensor, epsilon: float, *, out: Tensor) -> Tensor:
     enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
     # If the share of a column that is left is small, its terms are large.
     most = 1 / max(epsilon, SURELY_ALIVE)
-    exact = torch.empty(count, dtype=torch.bool, device=A.device)
     if function is not None and A.is_contiguous() and out.is_contiguous():
+        exact = torch.empty(count, dtype=torch.bool, device=A.device)
         places = A.data_ptr(), out.data_ptr(), exact.data_ptr()
         factors = _Factors(*places, count, n, r, enough, most)
         if function(ctypes.byref(factors), torch.get_num_threads()):
@@ -71,5 +71,5 @@ def cholesky_qr(A: Tensor, epsilon: float, *, out: Tensor) -> Tensor:
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).mT
     out.copy_(torch.bmm(X, inverse))
     terms = gram.diagonal(dim1=1, dim2=2).sqrt().unsqueeze(2) * inverse
-    exact.copy_((failed == 0) & (terms.norm(dim=1).amax(1) <= min(enough, most)))
-    return exact
+    found: Tensor = (failed == 0) & (terms.norm(dim=1).amax(1) <= min(enough, most))
+    return found

@@ -241,9 +241,11 @@ def _orthogonalize(
     sources = views(factors[:numel].clone() if out is factors else factors)
     # On a device the host would have to wait to read the flag: compute the bases, and select there.
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
-    epsilon = bucket.config.orthogonalization_epsilon
-    for A, key, basis in zip(sources, bucket.keys, found, strict=True):
-        bucket.zeroed[0] += orthogonalize(A, keys=key, step=_number(bucket, step), epsilon=epsilon, out=basis)
+    number, epsilon = _number(bucket, step), bucket.config.orthogonalization_epsilon
+    bucket.zeroed[0] += sum(
+        orthogonalize(A, keys=keys, step=number, epsilon=epsilon, out=basis)
+        for A, keys, basis in zip(sources, bucket.keys, found, strict=True)
+    )
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))

@@ -23,7 +23,7 @@ from powersgd_triton.ops import blocks
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes, gpt2
-from tests.support.checks import DTYPES, gradients, live_bytes
+from tests.support.checks import DTYPES, gradients, live_bytes, on_threads
 from tests.support.distributed import on_workers
 
 INT4 = PowerSGDConfig(quantize="int4")
@@ -175,10 +175,8 @@ def test_nothing_full_size_is_allocated_in_a_step(
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """More threads divide large products into more parts."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    for _ in on_threads(1):
+        yield
 
 
 def calls(shapes: Shapes) -> int:

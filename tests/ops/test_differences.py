@@ -21,6 +21,7 @@ from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 from powersgd_triton.schemes.quantized_mean import Exchange, summed
+from tests.support.checks import on_threads
 from tests.support.differences import heavy_tailed, scaled, scales_of, seeds, widths
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
@@ -181,14 +182,10 @@ def test_bases_weights_and_what_is_subtracted(width: WireFormat, seed: int | Non
 
 
 def test_bits_of_c_depend_on_no_threads_and_without_it_the_reference_computes(monkeypatch: pytest.MonkeyPatch):
-    width, target, before = DIFFERENCES["int8"], heavy_tailed(PERIOD), torch.get_num_threads()
+    width, target = DIFFERENCES["int8"], heavy_tailed(PERIOD)
     contents = torch.zeros(3, width.difference_bytes(PERIOD)[1], dtype=torch.uint8)
-    try:
-        for threads, content in zip((1, 3), contents[:2], strict=True):
-            torch.set_num_threads(threads)
-            encode_host(Encoding(target, None, width, content, seed=1))
-    finally:
-        torch.set_num_threads(before)
+    for _, content in zip(on_threads(1, 3), contents[:2], strict=True):
+        encode_host(Encoding(target, None, width, content, seed=1))
     monkeypatch.setattr(host, "library", lambda: None)
     encode_host(Encoding(target, None, width, contents[2], seed=1))
     assert torch.equal(contents, contents[:1].expand(3, -1))

@@ -16,7 +16,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops import bases, host
 from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
-from tests.support.checks import random_states, step
+from tests.support.checks import on_threads, random_states, step
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, departure, hard_inputs, nearly_dependent
 from tests.support.thinned import thinned
 
@@ -169,14 +169,8 @@ def test_a_second_decomposition_replaces_the_reference(r: int):
 @pytest.mark.parametrize("implementation", ["C"], indirect=True)
 @thinned("n, r, count", [3, 64, 65, 700], [1, 3, 7, 8, 9, 20, 64, 130], [1, 2, 5], together=1)
 def test_same_bits_on_any_number_of_threads(n: int, r: int, count: int):
-    A, before = torch.randn(count, max(n, r), r, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(orthogonalize(A))
-    finally:
-        torch.set_num_threads(before)
+    A = torch.randn(count, max(n, r), r, generator=torch.Generator().manual_seed(0))
+    found = [orthogonalize(A) for _ in on_threads(1, 2, 3)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert_basis_of(found[0], A)

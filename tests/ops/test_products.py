@@ -19,6 +19,7 @@ from powersgd_triton.ops.products import (
     subtract_product,
 )
 from powersgd_triton.ops.reference import compensate_backproject_reference, compensate_project_reference
+from tests.support.checks import on_threads
 from tests.support.kernel_cases import INF, NAN
 
 pytestmark = pytest.mark.skipif(
@@ -45,14 +46,10 @@ def stages(r: int, G: Tensor, errors: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("r", [1, 4, 7, 16, 21])
 def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            G = new(COUNT, N + threads, M)[:, threads:]
-            results.append(stages(r, G.copy_(new(COUNT, N, M)), new(COUNT, N, M) * 2))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in on_threads(1, 2, 3):
+        G = new(COUNT, N + threads, M)[:, threads:]
+        results.append(stages(r, G.copy_(new(COUNT, N, M)), new(COUNT, N, M) * 2))
     for result in results[1:]:
         assert all(map(torch.equal, results[0], result))
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,17 @@ def set_times(patch: pytest.MonkeyPatch, network: Network, seconds: float, trial
     patch.setattr(tuning, "measure_network", lambda *_: network)
     patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__))
     patch.setattr(tuning, "time_compute", trial)
+
+
+def on_threads(*numbers: int) -> Iterator[int]:
+    """Each number of torch's threads, while there are as many."""
+    before = torch.get_num_threads()
+    try:
+        for number in numbers:
+            torch.set_num_threads(number)
+            yield number
+    finally:
+        torch.set_num_threads(before)
 
 
 def random_states() -> tuple[Any, ...]:
