@@ -8,19 +8,15 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "bits.h"
 #include "clones.h"
 
 #define BLOCK 128
 #define PERIOD 65536
 #define CHUNK 4096
-#define BF16_NAN 0x7FC0
 #define BF16_LARGEST 0x7F7F
 #define GROUP 4  // blocks that are encoded together
 #define LEAST_PER_THREAD 16384
-
-static inline uint32_t word(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-static inline float number(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static inline uint32_t nearest_bf16(uint32_t bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; }
 
 enum { INT4, INT8, FP8, BF16 };
 static const int BITS[] = {4, 8, 8, 16};

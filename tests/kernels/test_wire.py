@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.wire import TritonWire, wire_rows
 from powersgd_triton.layout.wire_format import FORMATS, Chunk, Piece, WirePlan
+from powersgd_triton.ops import factors as factors_in_messages
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.kernel_cases import INF, NAN
 from tests.support.kernel_checks import exchange
@@ -42,13 +44,11 @@ CASES: dict[str, tuple[Shapes, int, int]] = {
 
 
 def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
-    """Bytes [..., workers, size] in which all bf16 NaNs have the same bits."""
+    """Bytes [..., workers, size] in which all NaNs have the same bits, in codes that are conversions to bf16."""
     content = content.clone()
     for number, chunk in enumerate(plan.chunks):
-        if chunk.pieces:
-            first = chunk.pieces[0]
-            bf16 = slice(first.scale, first.code) if plan.width.scaled else slice(first.code, None)
-            values = content[..., number, bf16].view(torch.bfloat16)
+        if chunk.pieces and not plan.width.scaled:
+            values = content[..., number, chunk.pieces[0].code :].view(torch.bfloat16)
             values[values.isnan()] = NAN
     return content
 
@@ -56,7 +56,7 @@ def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
 def assert_same(
     case: str, width: str, values: Values, device: torch.device, own: bool = True, whole: bool = False
 ) -> None:
-    """Kernels and reference give the same bits, and write all of them; but a NaN is a NaN.
+    """Kernels, the library in C and the reference give the same bits, and write all of them; but a NaN is a NaN.
 
     ``whole`` adds whole messages, without owners of parts.
     """
@@ -66,12 +66,14 @@ def assert_same(
     generator = torch.Generator().manual_seed(0)
     messages = [values(torch.randn(numel + bypass, generator=generator)) for _ in range(workers)]
     kernels = TritonWire(plan, select_configuration(architecture(device), rank).wire, rank, device)
-    expected = exchange(TorchWire(plan, torch.float32, CPU), messages, numel, CPU, own)
-    got = exchange(kernels, messages, numel, device, own)
-    for name in ("sent",) if whole else ("sent", "sums"):
-        assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))
-    for name in ("own", "out"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+    on_host = TorchWire(plan, torch.float32, CPU)
+    with mock.patch.object(factors_in_messages, "library", return_value=None):
+        expected = exchange(on_host, messages, numel, CPU, own)
+    for got in (exchange(kernels, messages, numel, device, own), exchange(on_host, messages, numel, CPU, own)):
+        for name in ("sent",) if whole else ("sent", "sums"):
+            assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))
+        for name in ("own", "out"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
 
 
 LARGEST = torch.finfo(torch.float32).max

@@ -85,12 +85,8 @@ def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, w
     assert ((contributed.double().sum(dim=0) - arrived[:many].double()).abs() <= slack).all()
 
 
-@thinned("name, dtype, together", NARROW, [torch.float32, torch.float64], [True, False], together=2)
-def test_whole_messages_are_added_without_a_second_rounding(
-    name: str, dtype: torch.dtype, together: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Whether they are decoded together or, since they are large, one after the other."""
-    monkeypatch.setattr("powersgd_triton.ops.wire.TOGETHER", 1 << 20 if together else 1)
+@thinned("name, dtype", NARROW, [torch.float32, torch.float64], together=2)
+def test_whole_messages_are_added_without_a_second_rounding(name: str, dtype: torch.dtype):
     messages = random_messages(2, dtype)
     arrived, contributed = exchanged(name, 1, messages)
     assert torch.equal(arrived[: numel(FACTORS)], contributed[0] + contributed[1])
