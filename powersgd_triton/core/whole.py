@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,19 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.reference import on_host
 from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
+
+
+@dataclasses.dataclass
+class _Flat:
+    """Errors of a bucket that is sent whole, flat, in fp32.
+
+    Attributes:
+        errors: [numel].
+        spare: On the CPU, memory for what the next step will leave: new memory takes longer than the step.
+    """
+
+    errors: Tensor
+    spare: Tensor | None = None
 
 
 class WholeErrors:
@@ -38,10 +52,7 @@ class WholeErrors:
     def forget(self) -> None:
         self.left: dict[Layout, Tensor] = {}
         self.verdict: Tensor | None = None
-        # Errors of tensors that are sent whole, flat, by their bucket's layout.
-        self._flat: dict[Layout, Tensor] = {}
-        # Memory of the CPU for what the next step will leave: new memory takes longer than the step.
-        self._spare: dict[Layout, Tensor] = {}
+        self._flat: dict[Layout, _Flat] = {}
         # Errors E [n, m] of other tensors. Which a step has added to gradients, and a copy of its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
@@ -77,13 +88,12 @@ class WholeErrors:
         if self.in_place and not self.has_errors():
             M = G.float()
         else:
-            E, scale = self._held(layout, G.device), step.scale(G.device)
-            E = E if scale is None else E * scale
+            held, scale = self._held(layout, G.device), step.scale(G.device)
+            E = held.errors if scale is None else held.errors * scale
             if self.in_place:
                 M = G.float().add_(E)
             else:
-                spare, terms = self._spare.pop(layout, None), (G, E)
-                M = torch.empty_like(E) if spare is None else spare
+                M, held.spare, terms = torch.empty_like(E) if held.spare is None else held.spare, None, (G, E)
         if self.noted is not None:
             self.noted[layout] = M
         return M, terms
@@ -125,15 +135,17 @@ class WholeErrors:
         if verdict is None or not self.is_unsettled(step):
             return
         for layout, M in self.left.items():
-            if not on_host(verdict):
-                E = self._held(layout, M.device)
-                torch.where(verdict.bool(), M, E, out=E)
+            if self.in_place and on_host(verdict):
+                if verdict:
+                    self._flat[layout] = _Flat(M)
                 continue
-            spare = self._flat.get(layout) if verdict else M
-            if verdict:
-                self._flat[layout] = M
-            if spare is not None and not self.in_place:
-                self._spare[layout] = spare
+            held = self._held(layout, M.device)
+            if not on_host(verdict):
+                torch.where(verdict.bool(), M, held.errors, out=held.errors)
+            elif verdict:
+                held.errors, held.spare = M, held.errors
+            else:
+                held.spare = M
         self.left, self.verdict = {}, None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
@@ -146,7 +158,7 @@ class WholeErrors:
     def take_back(self, unsent: Mapping[str, Tensor]) -> None:
         """Let tensors keep the errors from before the last step where the scalar ``unsent[name]`` is True."""
         for layout, M in self.left.items():
-            before, after = _named(layout, self._held(layout, M.device)), _named(layout, M)
+            before, after = _named(layout, self._held(layout, M.device).errors), _named(layout, M)
             for name in after.keys() & unsent.keys():
                 after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
         for name in self._added & unsent.keys() if self.verdict is not None else ():
@@ -158,26 +170,25 @@ class WholeErrors:
         """Return views of all errors of tensors without a matrix."""
         self.settle(step)
         found = dict(self._unsent())
-        for layout, E in self._flat.items():
-            found |= _named(layout, E)
+        for layout, held in self._flat.items():
+            found |= _named(layout, held.errors)
         return found
 
-    def _held(self, layout: Layout, device: torch.device) -> Tensor:
+    def _held(self, layout: Layout, device: torch.device) -> _Flat:
         """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
         if layout not in self._flat:
             E, remaining = torch.zeros(layout.numel, device=device), self._apart(layout)
             for segment in layout.segments:
                 if segment.name in remaining:
                     E[segment.span] = remaining.pop(segment.name).reshape(-1)
-            self._flat[layout] = E
+            self._flat[layout] = _Flat(E)
         return self._flat[layout]
 
     def _apart(self, layout: Layout) -> Parts:
         """Return the remaining errors by name, with those that other layouts share with this one."""
         for other in [other for other in self._flat if not other.shapes.keys().isdisjoint(layout.shapes)]:
             # Copies, since views would keep the memory of all until the last one is used.
-            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other)).items()}
-            self._spare.pop(other, None)
+            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other).errors).items()}
         return self._unsent()
 
     def _unsent(self) -> Parts:

@@ -142,8 +142,8 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
 
 def tries_again(worker: int, _world_size: int) -> None:
     """If an outer optimizer raises an exception on one worker, the next step calls it again, and nothing is lost."""
-    for delay in (0, 2):
-        training = Training(worker, delay=delay, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+    for delay, keep in ((0, None), (2, None), (2, 1.0)):
+        training = Training(worker, delay=delay, keep=keep, outer=lambda p: torch.optim.SGD(p, lr=1.0))
         outer, failed = training.sync.outer, []
         for step in range(9):
             effect = KeyError("a mistake") if (step, worker) == (3 + delay - 1, 1) else None
@@ -183,6 +183,19 @@ def keeps_what_is_not_sent(worker: int, _world_size: int) -> None:
             training.finish()
 
 
+def exchanges_in_the_same_memory(_worker: int, _world_size: int) -> None:
+    """With a delay and ``keep``, on the CPU, where new memory takes longer than an exchange."""
+    net = nn.Linear(12, 20)
+    sync, seen = LocalSteps(net, PowerSGDConfig(quantize="sparse", compression=16), 2, delay=1, keep=0.9), set()
+    for _ in range(9):
+        net.weight.data += torch.randn_like(net.weight)
+        sync.step()
+        pending = sync._rounds.pending
+        for tensors in (pending.gradients, pending.begun) if pending else ():
+            seen.add(tensors["weight"].data_ptr())
+    assert len(seen) == 2
+
+
 def copies_held(keep: float | None) -> int:
     """How many tensors as large as the model a worker has between two exchanges, its own parameters included."""
     net = nn.Linear(128, 256, bias=False)
@@ -210,6 +223,7 @@ test_two_workers = make_test(
         tries_again,
         keeps_what_is_not_sent,
         keeps_no_errors_apart,
+        exchanges_in_the_same_memory,
     ],
     2,
 )
