@@ -1,4 +1,4 @@
-"""Messages travel while later buckets are computed: what runs at the same time, in which order, on which memory."""
+"""Messages travel while later buckets are computed: what runs at the same time, on which stream and memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.clock import PROJECT
@@ -24,7 +25,7 @@ from powersgd_triton.ops.step import LossScale
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients, same_bits, step
-from tests.support.streams import Network, StreamMachine, Timed, stream_machine
+from tests.support.streams import FakeStream, Network, StreamMachine, Timed, stream_machine
 from tests.support.thinned import slow
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -156,6 +157,53 @@ def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
     assert machine.races == []
 
 
+def looks_between_steps(machine: StreamMachine, **fields: Any) -> None:
+    """The hook runs on a framework's stream. The main stream, which does not wait for it, uses the engine's memory."""
+    config = PowerSGDConfig(**{"rank": 2, "min_compression_rate": 0.1, **fields})
+    engine = new_engine(config, Communicator(), lambda: SHAPES)
+    hook, main = FakeStream(), machine.current
+    # Frameworks keep gradients until the main stream has waited.
+    given: list[dict[str, Tensor]] = []
+
+    def step() -> None:
+        given.append({name: torch.randn(shape) for name, shape in SHAPES.items()})
+        hook.wait_stream(main)
+        with machine.on(hook):
+            engine.average(begin(engine, [*SHAPES], CPU, last=True), given[-1])
+
+    for _ in range(3):
+        step()
+        engine.residuals.error(engine.step)
+    state = save(engine)
+    step()
+    load(engine, lambda: (state, None))
+    for _ in range(2):
+        step()
+        # What frameworks do after the backward pass.
+        main.wait_stream(hook)
+        given.clear()
+    step()
+    engine.residuals.forget_errors()
+    step()
+    saved = save(engine)
+    load(engine, lambda: (saved, None))
+    main.wait_stream(hook)
+    assert machine.current is main
+
+
+@pytest.mark.parametrize("name", ["standard", "alternating", "planned"])
+def test_callers_may_use_any_streams(name: str):
+    """An engine has its own, on the device of the gradients. Without it, the check finds what goes wrong."""
+    with stream_machine() as machine:
+        looks_between_steps(machine, **FIELDS[name])
+    assert machine.races == []
+    assert [(stream.device, stream.priority) for stream in machine.made] == [(CPU, -1)]
+    with stream_machine(own=False) as machine:
+        looks_between_steps(machine, **FIELDS[name])
+    for what in ("freed", "reads", "writes"):
+        assert any(what in race for race in machine.races), what
+
+
 @pytest.mark.parametrize("name", ["standard", "alternating", "narrow, first exact"])
 def test_a_compressor_waits_for_its_messages(name: str):
     """It has one bucket, whose averages are used when the call returns."""
@@ -272,3 +320,24 @@ def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str
         (_, arrived), (due, _), *_ = network.events
         assert (due.elapsed_time(arrived) > 0) is overlapping
     assert same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_looking_at_the_error_waits_for_the_step(backend: str):
+    """The step is late, and the main stream does not wait for the stream that it comes from."""
+    device, hook = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    errors = []
+    for cycles in (0, 100_000_000):
+        engine = new_engine(PowerSGDConfig(rank=2, backend=backend), Communicator(), lambda: SHAPES)
+        given = {name: tensor.to(device) for name, tensor in gradients(0, SHAPES).items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(hook):
+            if cycles:
+                torch.cuda._sleep(cycles)
+            engine.average(begin(engine, [*SHAPES], device, last=True), given)
+        errors.append(engine.residuals.error(engine.step))
+        torch.cuda.synchronize()
+    assert same_bits(*errors)
+    assert all(error.any() for error in errors[0].values())
