@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import pickle
 import re
 import time
@@ -30,7 +29,7 @@ from tests.support.checks import everything, gradients, step
 from tests.support.distributed import folder, on_workers
 from tests.support.sharded_training import Net, full_mesh, hybrid, hybrid_mesh, sharded, train
 from tests.support.thinned import slow
-from tests.support.training import RANK_2, backward, complaint, linear_stack
+from tests.support.training import RANK_2, complaint, linear_stack, logged, training, warnings
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
 CONFIG: dict[str, Any] = {"rank": 2, "min_compression_rate": 0}
@@ -102,19 +101,14 @@ def test_workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, 
 @on_workers(2)
 def test_workers_that_compute_differently_are_warned(worker: int, world_size: int) -> None:
     """Once, on all workers, and they go on."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     expected = f"{DIFFERENT_BITS}: triton 3.7.1 on sm_80 on workers 0; torch 2.13.0 on sm_90 on workers 1"
     kinds = ("triton 3.7.1 on sm_80", "torch 2.13.0 on sm_90")
-    for kind, warnings in ((kinds[0], []), (kinds[worker], [expected])):
-        with mock.patch.object(buckets, "computed_by", lambda *_, kind=kind: kind):
+    for kind, said in ((kinds[0], []), (kinds[worker], [expected])):
+        with mock.patch.object(buckets, "computed_by", lambda *_, kind=kind: kind), logged(logger.name) as messages:
             compressor = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
             for _ in range(2):
                 compress(compressor)
-        assert [text for text in messages if DIFFERENT_BITS in text] == warnings
-    logger.removeHandler(handler)
+        assert [text for text in warnings(messages) if DIFFERENT_BITS in text] == said
 
 
 @on_workers(4)
@@ -160,7 +154,7 @@ def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
     state = PowerSGDState(None, **{**RANK_2, "matrix_approximation_rank": rank})
     for said in (
         complaint(steps, Compressor(PowerSGDConfig(rank=rank, min_compression_rate=0), FOUR), range(1)),
-        complaint(backward(linear_stack(), state, find_unused_parameters=True)),
+        complaint(training, linear_stack(), worker, state, range(1), find_unused_parameters=True),
     ):
         assert re.search("worker 1 differs from worker 0 in rank of '.*': 3 instead of 2", said), said
 
@@ -170,15 +164,15 @@ def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
     """Unpickling is no collective, so that the next step compares what was unpickled."""
     model = linear_stack()
     state = PowerSGDState(None, module=model, **RANK_2)
-    backward(model, state)()
+    training(model, worker, state, range(1))
     content = pickle.dumps(state)
-    assert complaint(backward(model, pickle.loads(content))) == "nothing"
+    assert complaint(training, model, worker, pickle.loads(content), range(1)) == "nothing"
     # The same step, configuration and tensors, but other bases.
     forged = pickle.loads(content)
     if worker == VICTIM:
         for parts in forged._engine.residuals.loaded.matrices.values():
             parts["basis"].neg_()
-    assert "worker 1 differs from worker 0 in saved parts of " in complaint(backward(model, forged))
+    assert "worker 1 differs from worker 0 in saved parts of " in complaint(training, model, worker, forged, range(1))
 
 
 @on_workers(*WORLD_SIZES)

@@ -20,7 +20,7 @@ from tests.support.checks import gradients as random_gradients
 from tests.support.checks import set_times
 from tests.support.checks import step as averaged
 from tests.support.distributed import outcome, run_cases
-from tests.support.training import backward, digest, gradients_of, linear_stack
+from tests.support.training import digest, linear_stack, training
 
 SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
 FIRST = tuning.WARM_UP + tuning.MEASURED + 1
@@ -73,11 +73,9 @@ def quantized(worker: int, world_size: int) -> list[Any]:
             found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
             model = linear_stack()
             state = PowerSGDState(AUTO, module=model)
-            step = backward(model, state)
-            for number in range(FIRST + 2):
-                step(number)
+            run = training(model, worker, state, range(FIRST + 2))
             assert pickle.loads(pickle.dumps(state)).config == state.config == resumed.config
-            found.append(digest(gradients_of(model).values()))
+            found.append(digest(run.gradients[-1].values()))
             # What was chosen is given up with a state without a choice, whose errors are kept.
             assert not resumed.load_state_dict(saved_with({})).dropped
             assert (resumed.config, resumed._engine.plan.measures) == (AUTO, True)

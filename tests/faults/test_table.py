@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from powersgd_triton import PowerSGDConfig
-from tests.support.distributed import HUNG, run_cases
+from tests.support.distributed import HUNG
 from tests.support.faults import table
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
@@ -29,13 +27,6 @@ def test_nothing_is_lost_hung_or_poisoned(injected: tuple[int, dict[str, Tally]]
     tally = found[title]
     assert tally.injected == (2 if title in LOST else times)
     assert (tally.lost, tally.hung, tally.poisoned) == (0, 0, 0), "\n".join(tally.details)
-
-
-@pytest.mark.slow
-def test_local_steps_50_times(tmp_path: Path):
-    faults = [fault for fault in table.FAULTS if fault.local]
-    found = run_cases(faults, table.WORKERS, 50, tmp_path, timeout=HUNG)
-    assert [tally for fault in faults for tally in found[fault.__name__] if tally != Tally(50)] == []
 
 
 def test_documentation_lists_the_same_faults():

@@ -197,19 +197,6 @@ def state_for(model: nn.Module, kind: str = "named", group: dist.ProcessGroup | 
     return PowerSGDState(group, module=model if kind == "named" else None, **RANK_2)
 
 
-def backward(model: nn.Module, state: PowerSGDState, **options: Any) -> Callable[..., None]:
-    """A backward pass with DDP and the hook."""
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, **options)
-    replica.register_comm_hook(state, powerSGD_hook)
-
-    def step(number: int = 0) -> None:
-        model.zero_grad()
-        inputs, targets = batch(dist.get_rank(), number)
-        squared_error(replica(inputs), targets).backward()
-
-    return step
-
-
 def uninterrupted(worker: int, kind: str) -> Run:
     model = linear_stack()
     return training(model, worker, state_for(model, kind), range(8))
