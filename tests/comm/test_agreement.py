@@ -27,9 +27,10 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import everything, gradients, step
 from tests.support.distributed import folder, on_workers
-from tests.support.sharded_training import Net, full_mesh, hybrid, hybrid_mesh, sharded, train
+from tests.support.sharded_training import Net, full_mesh, hybrid_mesh, sharded, train
 from tests.support.thinned import slow
 from tests.support.training import RANK_2, complaint, linear_stack, logged, training, warnings
+from tests.support.wrappers import WithReplicateGroup
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
 CONFIG: dict[str, Any] = {"rank": 2, "min_compression_rate": 0}
@@ -116,14 +117,14 @@ def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: in
     """At first each pair of replicas agrees, and the two shards do not."""
     mesh = hybrid_mesh(2, 2)
     config = PowerSGDConfig(rank=2 + mesh["shard"].get_local_rank(), min_compression_rate=1)
-    module, _ = hybrid(Net(), mesh, config)
-    said = complaint(train, module, worker, steps=range(1))
+    said = complaint(train, WithReplicateGroup(Net(), config).module, worker, steps=range(1))
     assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in config.rank: 3 instead of 2")
     assert "worker 3 differs" in said
     # Shards have factors and plans of their own, which only their replicas share.
     dist.barrier()
     config = PowerSGDConfig(compression=3, min_compression_rate=1, replan_every=1, check_every=1)
-    module, state = hybrid(Net(), hybrid_mesh(2, 2), config)
+    made = WithReplicateGroup(Net(), config)
+    module, state = made.module, made.state
     train(module, worker, steps=range(4))
     plans = [""] * world_size
     dist.all_gather_object(plans, str(state.report()))

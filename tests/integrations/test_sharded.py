@@ -35,8 +35,6 @@ from tests.support.sharded_training import (
     batch,
     check_said,
     full_mesh,
-    full_shard,
-    hybrid,
     hybrid_mesh,
     make_test,
     parameters,
@@ -47,7 +45,7 @@ from tests.support.sharded_training import (
     whole,
 )
 from tests.support.training import complaint, relative
-from tests.support.wrappers import FSDP1
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup
 
 
 def unequal_replicas(worker: int, world_size: int) -> None:
@@ -56,7 +54,8 @@ def unequal_replicas(worker: int, world_size: int) -> None:
     group = mesh["replicate"].get_group()
     net = Net(seed=dist.get_rank(group))
     net.register_buffer("tokens_seen", torch.zeros(2), persistent=False)
-    module, state = hybrid(net, mesh, RANK_2)
+    made = WithReplicateGroup(net, RANK_2)
+    module, state = made.module, made.state
     train(module, worker)
     module.tokens_seen += worker
     state.check_replicas()
@@ -177,10 +176,9 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
     mesh, line = hybrid_mesh(2, 2), full_mesh(world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()
-    hybrid_before, _ = hybrid(Net(), mesh, RANK_2)
     copies = replicated(Net(), replica_mesh(4))
     apply_powersgd(copies, RANK_2)
-    divided, _ = full_shard(Net(), line, RANK_2)
+    divided = FSDP2(Net(), RANK_2).module
     divided.set_gradient_divide_factor(8.0)
     custom = Net()
     head: Any = fully_shard(custom.head, mesh=line)
@@ -199,11 +197,8 @@ def wrong_use(worker: int, world_size: int) -> None:
     failed = "^RuntimeError: " if worker == 1 else "DisagreementError: apply_powersgd failed on.*"
     wrong_group, before = "ValueError: replicate_group has the workers.*", "ValueError.*apply_powersgd called before"
     check_said(
-        *(
-            (attempt(model, replicate_group=None), before)
-            for model in (divided, full_shard(Net(), mesh, RANK_2)[0], copies)
-        ),
-        (attempt(hybrid_before), before),
+        *((attempt(model, replicate_group=None), before) for model in (divided, HSDP(Net(), RANK_2).module, copies)),
+        (attempt(WithReplicateGroup(Net(), RANK_2).module), before),
         (attempt(sharded(Net(), shards), replicate_group=shards.get_group()), f'{wrong_group}mesh\\["replicate"]'),
         (attempt(sharded(Net(), mesh), replicate_group=shards.get_group()), f"{wrong_group}leave replicate_group out"),
         (attempt(sharded(Net(), mesh)), "^nothing$"),

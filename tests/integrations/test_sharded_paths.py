@@ -25,8 +25,6 @@ from tests.support.sharded_training import (
     batch,
     check_said,
     full_mesh,
-    full_shard,
-    hybrid,
     hybrid_mesh,
     make_test,
     parameters,
@@ -34,7 +32,7 @@ from tests.support.sharded_training import (
     train,
 )
 from tests.support.training import complaint
-from tests.support.wrappers import FSDP1
+from tests.support.wrappers import FSDP1, HSDP, WithReplicateGroup
 
 
 def sums_in_its_own_group(worker: int, world_size: int) -> None:
@@ -62,7 +60,7 @@ def guards(worker: int, world_size: int) -> None:
     mesh = hybrid_mesh(2, 2)
 
     def replaced() -> Any:
-        module, _ = full_shard(Net(), mesh, RANK_2)
+        module = HSDP(Net(), RANK_2).module
         train(module, worker, range(1))
         for unit in units_of(module):
             unit.set_all_reduce_hook(others_average)
@@ -98,7 +96,8 @@ def guards(worker: int, world_size: int) -> None:
         for unit in units_of(module):
             unit.reshard()
         assert same_bits(parameters(module), before)
-    module, state = full_shard(Net(), mesh, RANK_2)
+    made = HSDP(Net(), RANK_2)
+    module, state = made.module, made.state
     counted: list[int] = []
     for unit in units_of(module):
         ours = parameter_group(unit)._all_reduce_hook
@@ -120,10 +119,10 @@ def settled(worker: int, world_size: int) -> None:
         patch.setattr(tuning, "WARM_UP", 1)
         patch.setattr(tuning, "MEASURED", 1)
         for fields in ({"compression": "auto"}, {"compression": 3, "max_overhead": 0.3}):
-            model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(**fields))
-            train(model, worker, range(6))
-            state.check_replicas()
-            found[str(fields)] = state._engine.plan.settled
+            made = WithReplicateGroup(Net(), PowerSGDConfig(**fields))
+            train(made.module, worker, range(6))
+            made.state.check_replicas()
+            found[str(fields)] = made.state._engine.plan.settled
         numel = sum(parameter.numel() for parameter in Net().parameters())
         # Not quantized gradients where they are not supported.
         cheap = lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3)  # noqa: E731

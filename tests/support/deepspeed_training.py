@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.support.distributed import Worker
 from tests.support.programs import output_of
-from tests.support.sharded_training import TOKENS, WIDTH, Block, Net, batch, token_loss
+from tests.support.sharded_training import RATE, TOKENS, WIDTH, Block, Net, batch, token_loss
 from tests.support.training import total
 
 # With DeepSpeed's own all-gather of parameters, except where it is what is tested.
@@ -114,35 +114,41 @@ def prepare(worker: int, world_size: int) -> None:
 @contextlib.contextmanager
 def engine_for(case: Case, section: Mapping[str, Any] | None = None, model: Any = None) -> Iterator[Any]:
     """An engine for a case, compressing where a section is given."""
-    from powersgd_triton.integrations import deepspeed
+    import deepspeed
 
-    config = configuration(case.stage, section, case.options)
-    if case.pipeline_stages:
-        config["pipeline"] = {"activation_checkpoint_interval": 0}
     if model is None:
         model = pipeline(case.pipeline_stages) if case.pipeline_stages else Net()
         model.alternates = case.unused
         if case.sparse:
             model.tokens.sparse = True
-    groups = getattr(model, "groups", lambda: list(model.parameters()))()
-    given: dict[str, Any] = {}
-    if case.optimizer:
-        config.pop("optimizer")
-        config["zero_allow_untested_optimizer"] = True
-        kind, rate = (torch.optim.SGD, 0.5) if case.optimizer == "sgd" else (torch.optim.AdamW, 3e-3)
-        given["optimizer"] = kind(groups, lr=rate)
     accelerator = type(deepspeed.accelerator.get_accelerator())
     supported = accelerator.is_fp16_supported
     if "fp16" in case.options:
         # The CPU computes with it all the same, slowly.
         accelerator.is_fp16_supported = lambda _: True
-    with contextlib.redirect_stdout(None):
-        engine = deepspeed.initialize(model=model, model_parameters=groups, config=config, **given)[0]
+    engine = new_engine(case, section, model)
     try:
         yield engine
     finally:
         engine.destroy()
         accelerator.is_fp16_supported = supported
+
+
+def new_engine(case: Case, section: Mapping[str, Any] | None, model: Any) -> Any:
+    from powersgd_triton.integrations import deepspeed
+
+    config = configuration(case.stage, section, case.options)
+    if case.pipeline_stages:
+        config["pipeline"] = {"activation_checkpoint_interval": 0}
+    groups = getattr(model, "groups", lambda: list(model.parameters()))()
+    given: dict[str, Any] = {}
+    if case.optimizer:
+        config.pop("optimizer")
+        config["zero_allow_untested_optimizer"] = True
+        kind, rate = (torch.optim.SGD, RATE) if case.optimizer == "sgd" else (torch.optim.AdamW, 3e-3)
+        given["optimizer"] = kind(groups, lr=rate)
+    with contextlib.redirect_stdout(None):
+        return deepspeed.initialize(model=model, model_parameters=groups, config=config, **given)[0]
 
 
 def pipeline(stages: int) -> Any:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support import distributed
 from tests.support.distributed import Cases, Failure, Worker, named
 
@@ -156,18 +155,6 @@ def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def hybrid(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
-    """The model sharded on the mesh's second dimension, compressed across its first; and the compression's state."""
-    module = sharded(model, mesh["shard"], **options)
-    return module, apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
-
-
-def full_shard(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
-    """The model sharded on the whole mesh, of one dimension or two, and compressed; and the compression's state."""
-    module = sharded(model, mesh, **options)
-    return module, apply_powersgd(module, config)
 
 
 # In torch 2.9 the argument has another name, and the mesh a shard dimension of one worker.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -59,8 +57,6 @@ class Engine(Wrapped):
     def __init__(
         self, net: Net, config: PowerSGDConfig | None, *, stage: int = 0, node_group: Any = None, **options: Any
     ) -> None:
-        from powersgd_triton.integrations import deepspeed
-
         deepspeed_training.prepare(dist.get_rank(), dist.get_world_size())
         if node_group is not None:
             use_nodes()
@@ -68,14 +64,8 @@ class Engine(Wrapped):
         if config is not None:
             given = {key: value for key, value in config.to_dict().items() if value is not None}
             section = {**given, "parameters": None, "node_group": node_group}
-        made = deepspeed_training.configuration(stage, section, options)
-        made.pop("optimizer")
-        made["zero_allow_untested_optimizer"] = True
-        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=RATE)
-        with contextlib.redirect_stdout(None):
-            self.module = deepspeed.initialize(
-                model=net, model_parameters=list(net.parameters()), config=made, optimizer=self.optimizer
-            )[0]
+        case = deepspeed_training.Case("", stage, options, optimizer="sgd")
+        self.net, self.module = net, deepspeed_training.new_engine(case, section, net)
         if stage:
             self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
         self.state = getattr(self.module, "powersgd", None)
