@@ -113,7 +113,7 @@ def _workers(model: object) -> Communicator:
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         return Communicator(model.process_group)
     if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
-        from powersgd_triton.integrations.fsdp2.divisions import divide
+        from powersgd_triton.integrations.fsdp2.units import divide
 
         return divide(model, None)[0].communicator
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():

@@ -12,7 +12,7 @@ from torch import Tensor
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback
-from powersgd_triton.handle import Handle
+from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import RankReport
 
@@ -63,6 +63,10 @@ class Several(Handle, Generic[S]):
     def forget(self) -> None:
         for state in self:
             state.forget()
+
+    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
+        for state in self:
+            state._begin_without(folder, missing_ok)
 
 
 def check_shared(config: PowerSGDConfig) -> None:

@@ -127,10 +127,6 @@ class MixtureState(Several[DeepSpeedState]):
     def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
         return self.read(lambda: self._dense.saved_in(Path(folder)))
 
-    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
-        for state in self:
-            state._begin_without(folder, missing_ok)
-
     def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """See ``DeepSpeedState.read``. Experts that were not compressed when the state was saved start without errors.
 

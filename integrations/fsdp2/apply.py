@@ -13,11 +13,9 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.core.saved_state import LoadReport, listing
-from powersgd_triton.handle import Folder
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.fsdp2.divisions import divide
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, refuse_unequal
-from powersgd_triton.integrations.fsdp2.units import check, local_tensors
+from powersgd_triton.integrations.fsdp2.units import check, divide, local_tensors
 from powersgd_triton.integrations.saved_shards import join, no_error
 from powersgd_triton.integrations.several import Several, check_shared, merged_loads
 from powersgd_triton.integrations.sharded import ShardedHandle
@@ -127,8 +125,3 @@ class DividedState(Several[ShardedHandle], ShardedHandle):
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for state in self for name, shape in state._matrices().items()}
-
-    def _begin_without(self, folder: Folder, missing_ok: bool) -> None:
-        for state in self:
-            state._engine.finish()
-        super()._begin_without(folder, missing_ok)

@@ -18,8 +18,7 @@ from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
-from powersgd_triton.integrations.fsdp2.divisions import Division
-from powersgd_triton.integrations.fsdp2.units import Unit, local_tensors, unsaved
+from powersgd_triton.integrations.fsdp2.units import Division, Unit, local_tensors, unsaved
 from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape

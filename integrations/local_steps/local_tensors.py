@@ -171,8 +171,7 @@ def largest_part(parameter: Tensor) -> Shape:
 
 
 def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    from powersgd_triton.integrations.fsdp2.divisions import divide
-    from powersgd_triton.integrations.fsdp2.units import reshard
+    from powersgd_triton.integrations.fsdp2.units import divide, reshard
 
     advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
     divisions = divide(model, None)
