@@ -187,7 +187,7 @@ class Handle:
                 changed.
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
-        go_on = self._reading(folder)
+        go_on = self._reading(lambda: Path(folder))
         if go_on is None:
             self._begin_without(folder, missing_ok)
             return None
@@ -197,9 +197,12 @@ class Handle:
         """Set all errors to zero, because the weights were replaced."""
         forget(self._engine)
 
-    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
-        """Return a function that continues from the state in a folder. None if it has none. Collective."""
-        found = self._together("load", lambda: self._find(Path(folder) / self._file()), FOUND)
+    def _reading(self, find: Callable[[], Path]) -> Callable[[], LoadReport] | None:
+        """Return a function that continues from the state in the folder that ``find`` returns. None if it has none.
+
+        Collective.
+        """
+        found = self._together("load", lambda: self._find(find() / self._file()), FOUND)
         return None if found is None else functools.partial(self.load_state_dict, self._read(found))
 
     def _file(self) -> str:

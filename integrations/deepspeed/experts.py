@@ -124,16 +124,13 @@ class MixtureState(Several[DeepSpeedState]):
         for state in self:
             state.save(folder)
 
-    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
-        return self.read(lambda: self._dense.saved_in(Path(folder)))
-
-    def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
-        """See ``DeepSpeedState.read``. Experts that were not compressed when the state was saved start without errors.
+    def _reading(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
+        """See ``DeepSpeedState``. Experts that were not compressed when the state was saved start without errors.
 
         ValueError: Experts were distributed over another number of workers.
         """
-        self._dense._together("load", lambda: self._check_experts(find()))
-        found = {state: state.read(find) for state in self}
+        self._dense._together("load", lambda: self._check_experts(self._dense.saved_in(find())))
+        found = {state: state._reading(find) for state in self}
         if not any(found.values()):
             return None
 

@@ -187,7 +187,7 @@ def _override_checkpoints(engine: Any, state: State) -> None:
         given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
         weights_only = given.arguments.get("load_module_only", False)
         # Read and checked on all workers before DeepSpeed changes the model, which is collective.
-        go_on = state.read(lambda: None if weights_only else checkpoint_folder(engine, load_dir, tag))
+        go_on = state._reading(lambda: None if weights_only else checkpoint_folder(engine, load_dir, tag))
         found = load(load_dir, tag, *args, **kwargs)
         if found[0] is None:
             return found

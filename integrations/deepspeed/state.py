@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,9 +19,9 @@ from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.loading import adopt, compared, save
+from powersgd_triton.core.loading import save
 from powersgd_triton.core.saved_state import LoadReport, plain, sizes_digest
-from powersgd_triton.handle import FOUND, Folder, Handle
+from powersgd_triton.handle import FOUND, Handle
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import Traffic
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
@@ -184,33 +183,25 @@ class DeepSpeedState(Handle):
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
-    def _reading(self, folder: Folder) -> Callable[[], LoadReport] | None:
-        return self.read(lambda: self.saved_in(Path(folder)))
-
-    def saved_in(self, folder: Path) -> Path:
+    def saved_in(self, folder: Path | None) -> Path | None:
         """Return the folder of the state: this one, or the one of the checkpoint that DeepSpeed would load from it."""
-        own = (folder / self._file()).exists()
-        return folder if own else engines.checkpoint_folder(self._framework, folder) or folder
+        if folder is None or (folder / self._file()).exists():
+            return folder
+        return engines.checkpoint_folder(self._framework, folder) or folder
 
-    def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
+    def _reading(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
         """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.
 
         Collective on the workers of all pipeline stages. The function is not. None if there is no saved state.
         """
-
-        def files() -> dict[str, Any] | None:
-            folder = find()
-            return None if folder is None else self._files(folder)
-
-        saved = self._together("load", files, FOUND)
-        if saved is None:
-            return None
+        saved = self._together("load", lambda: self._files(self.saved_in(find())), FOUND)
         # The workers of one pipeline stage compare their states. Then all stages are told.
-        found = self._together("load", lambda: compared(self._engine, lambda: (saved, sizes(self.shapes, self.config))))
-        return functools.partial(adopt, self._engine, *found)
+        return None if saved is None else self._together("load", lambda: self._loading(saved))
 
-    def _files(self, folder: Path) -> dict[str, Any] | None:
+    def _files(self, folder: Path | None) -> dict[str, Any] | None:
         """Return the state that a folder has. ValueError if it is damaged, or lost in a universal checkpoint."""
+        if folder is None:
+            return None
         files = sorted(folder.glob(self._file(stage="*")))
         if not files and self._framework.load_universal_checkpoint():
             raise ValueError(
