@@ -78,54 +78,6 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(
-    precision: str, rows: int, warps: int, stages: int, gram_warps: int,
-    registers: tuple[int | None, int | None], left_registers: int | None,
-    written: tuple[int | None, int | None],
-) -> Configuration:  # fmt: skip
-    # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
-    # former and the columns of the latter must be the same.
-    return Configuration(
-        compensate_project=Launch(rows, 16, 16, warps, stages, precision, registers=registers),
-        compensate_backproject=Launch(16, 64, 16, 4, stages, precision, registers=(left_registers, left_registers)),
-        # Its tile is half as large as the others' two: as many bytes ahead take more stages.
-        backproject=Launch(16, 64, 16, 4, stages + 2 if stages > 1 else 1, precision),
-        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision, registers=written),
-        gram=Launch(32, 16, 16, gram_warps, 1, precision),
-        orthogonalize=Launch(32, 16, 16, 1, 1, precision),
-        wire=Launch(BLOCK, 16, 16, 4, 1, precision),
-    )
-
-
-def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int, gram_warps: int) -> Configuration:
-    # Parts of sums are long at this rank: with small tiles, there are still enough programs.
-    return Configuration(
-        compensate_project=Launch(32, 16, 32, 2, stages, precision),
-        compensate_backproject=Launch(left[0], 32, 32, left[1], 1, precision),
-        backproject=Launch(32, 32, 32, 2, stages, precision),
-        reconstruct=Launch(32, 32, 32, 2, min(stages, 2), precision),
-        **_of_factors(precision, wire_warps, gram_warps),
-    )
-
-
-def _several_panels(precision: str, left_rows: int, wire_warps: int, gram_warps: int) -> Configuration:
-    # Instructions limit these kernels: four warps split each operand's elements half as often as eight would. AMD's
-    # registers hold only half of the tiles along columns.
-    columns, left_stages = (64, 2) if left_rows > 8 else (32, 1)
-    return Configuration(
-        compensate_project=Launch(64, 16, 32, 4, 1, precision, wide=True),
-        compensate_backproject=Launch(left_rows, columns, 32, 4, 1, precision, wide=True),
-        backproject=Launch(32, columns, 32, 4, left_stages, precision),
-        reconstruct=Launch(64, 32, 32, 4, 1, precision, wide=True),
-        **_of_factors(precision, wire_warps, gram_warps),
-    )
-
-
-def _of_factors(precision: str, wire_warps: int, gram_warps: int) -> dict[str, Launch]:
-    gram = Launch(16, 32, 32, gram_warps, 1, precision)
-    return {"gram": gram, "orthogonalize": gram, "wire": Launch(BLOCK, 32, 32, wire_warps, 1, precision)}
-
-
 def _table(
     precision: str,
     stages: tuple[int, int],
@@ -142,13 +94,51 @@ def _table(
     # ``registers``, ``left_registers`` and ``written`` limit compensate_project, compensate_backproject and reconstruct
     # up to rank 16: with 168, three programs of four warps fit a multiprocessor, with 128 four, or two of eight warps.
     narrow, wide = stages
+    # AMD's registers hold only half of the tiles along columns.
+    columns, left_stages = (64, 2) if left[0] > 8 else (32, 1)
+
+    def launch(rows: int, columns: int, panel: int, warps: int, stages: int = 1, **options: Any) -> Launch:
+        return Launch(rows, columns, panel, warps, stages, precision, **options)
+
+    def one_narrow_panel(rows: int, warps: int, limits: tuple[int | None, int | None]) -> Configuration:
+        # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
+        # former and the columns of the latter must be the same.
+        return Configuration(
+            compensate_project=launch(rows, 16, 16, warps, narrow, registers=limits),
+            compensate_backproject=launch(16, 64, 16, 4, narrow, registers=(left_registers, left_registers)),
+            # Its tile is half as large as the others' two: as many bytes ahead take more stages.
+            backproject=launch(16, 64, 16, 4, narrow + 2 if narrow > 1 else 1),
+            reconstruct=launch(rows, 32, 16, warps, min(narrow, 2), registers=written),
+            gram=launch(32, 16, 16, gram_warps[0]),
+            orthogonalize=launch(32, 16, 16, 1),
+            wire=launch(BLOCK, 16, 16, 4),
+        )
+
+    def of_factors(warps: int) -> dict[str, Launch]:
+        gram = launch(16, 32, 32, warps)
+        return {"gram": gram, "orthogonalize": gram, "wire": launch(BLOCK, 32, 32, wire_warps)}
+
     return {
         # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
         # 128 registers let two programs of eight warps run. They suffice for fp32 alone.
-        8: _narrow(precision, 128, 8, narrow, gram_warps[0], (registers and 128, None), left_registers, written),
-        16: _narrow(precision, 64, 4, narrow, gram_warps[0], (registers, registers), left_registers, written),
-        32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
-        256: _several_panels(precision, left[0], wire_warps, gram_warps[2]),
+        8: one_narrow_panel(128, 8, (registers and 128, None)),
+        16: one_narrow_panel(64, 4, (registers, registers)),
+        # Parts of sums are long at this rank: with small tiles, there are still enough programs.
+        32: Configuration(
+            compensate_project=launch(32, 16, 32, 2, wide),
+            compensate_backproject=launch(left[0], 32, 32, left[1]),
+            backproject=launch(32, 32, 32, 2, wide),
+            reconstruct=launch(32, 32, 32, 2, min(wide, 2)),
+            **of_factors(gram_warps[1]),
+        ),
+        # Instructions limit these kernels: four warps split each operand's elements half as often as eight would.
+        256: Configuration(
+            compensate_project=launch(64, 16, 32, 4, wide=True),
+            compensate_backproject=launch(left[0], columns, 32, 4, wide=True),
+            backproject=launch(32, columns, 32, 4, left_stages),
+            reconstruct=launch(64, 32, 32, 4, wide=True),
+            **of_factors(gram_warps[2]),
+        ),
     }
 
 
