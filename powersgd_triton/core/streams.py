@@ -35,28 +35,22 @@ class Streams:
         """
         with contextlib.ExitStack() as stack:
             for device in filter(has_streams, devices):
-                stack.enter_context(self._on(device, wait, join))
+                caller = torch.cuda.current_stream(device)
+                if device not in self._own:
+                    self._own[device] = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+                own = self._own[device]
+                if own != caller and wait:
+                    own.wait_stream(caller)
+                if own != caller and join:
+                    # When the block is left.
+                    stack.callback(caller.wait_stream, own)
+                # Also makes the device the current one, on which Triton launches kernels.
+                stack.enter_context(torch.cuda.stream(own))
             yield
 
     def everywhere(self) -> contextlib.AbstractContextManager[object]:
         """Make the engine's streams current on all devices on which it has worked."""
         return self.on(*self._own)
-
-    @contextlib.contextmanager
-    def _on(self, device: torch.device, wait: bool, join: bool) -> Iterator[None]:
-        caller = torch.cuda.current_stream(device)
-        if device not in self._own:
-            self._own[device] = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        own = self._own[device]
-        if own != caller and wait:
-            own.wait_stream(caller)
-        try:
-            # Also makes the device the current one, on which Triton launches kernels.
-            with torch.cuda.stream(own):
-                yield
-        finally:
-            if own != caller and join:
-                caller.wait_stream(own)
 
 
 def is_captured(device: torch.device) -> bool:
