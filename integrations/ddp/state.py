@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,6 +67,20 @@ class PowerSGDState(Handle):
     batch_tensors_with_same_shape = arguments.setting("batch_tensors_with_same_shape")
 
     error_dict = p_memory_dict = q_memory_dict = rng = property(arguments.of_torchs_hook)
+
+    @overload
+    def __init__(
+        self,
+        config: PowerSGDConfig,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compression_stats_logging_frequency: int = 10_000,
+        module: nn.Module | None = None,
+        node_group: NodeGroup = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(self, process_group: dist.ProcessGroup | None, *hyperparameters: Any, **named: Any) -> None: ...
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         config, given = arguments.parsed(positional, keywords)
