@@ -66,6 +66,9 @@ def missing_names(page: Path) -> Iterator[str]:
             continue
         if not exists:
             yield code
+    for name, path in re.findall(r"`(test_\w+)` in `(tests/[\w/]+\.py)`", prose(page)):
+        if not re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):
+            yield f"{name} in {path}"
 
 
 def unknown_fields(page: Path) -> Iterator[str]:
