@@ -13,7 +13,7 @@ ADAPTERS = f"{NAME}.integrations"
 HOST = Extension(
     f"{NAME}.ops._host",
     [f"{NAME}/ops/{name}.c" for name in ("host", "factors", "products", "panels", "bases")],
-    depends=[f"{NAME}/ops/{name}.h" for name in ("bits", "clones", "products")],
+    depends=[f"{NAME}/ops/{name}.h" for name in ("common", "products")],
     extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,
 )

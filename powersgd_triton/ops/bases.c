@@ -11,7 +11,7 @@
 #define SIDE 8    // columns of a panel
 #define DEPTH 64  // rows of a factor that stay in the cache, and are summed before the sum is added to others
 #define HEIGHT 16 // rows that are divided by a triangular matrix while its panels stay in the cache
-#define LEAST_PER_THREAD 65536
+#define LEAST_PRODUCTS 65536
 
 #define WIDE (LANES / 2)
 #define PARTS (SIDE / WIDE)
@@ -202,7 +202,7 @@ int32_t powersgd_orthogonalize(const Factors *f, int32_t threads) {
 #if CHOSEN_WHEN_LOADED
     if (!__builtin_cpu_supports("x86-64-v3")) return 0;
 #endif
-    if (f->count * f->n * f->r * (f->r + SIDE) < (int64_t)threads * LEAST_PER_THREAD) threads = 1;
+    if (f->count * f->n * f->r * (f->r + SIDE) < (int64_t)threads * LEAST_PRODUCTS) threads = 1;
     if (f->count < threads)
         for (int64_t i = 0; i < f->count; i++) orthogonalize(f, i, threads);
     else

@@ -1,16 +1,9 @@
 // Factors in messages on the CPU: what ops/factors.py defines for formats with scales, with the same bits.
 
-#include <stdint.h>
-#include <string.h>
-
-#include "bits.h"
-#include "clones.h"
+#include "common.h"
 
 #define BLOCK 128  // rows that share scales
 #define LINE 64    // entries that are processed together: of several rows if a row is shorter
-#define LEAST_PER_THREAD 16384
-#define MINIMUM(a, b) ((a) < (b) ? (a) : (b))
-#define MAXIMUM(a, b) ((a) > (b) ? (a) : (b))
 
 typedef struct {
     int64_t count, rows, rank;     // matrices

@@ -5,18 +5,14 @@
 // The compiler may compute what is not used (-fno-trapping-math), or some loops would not use vector instructions.
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "bits.h"
-#include "clones.h"
+#include "common.h"
 
 #define BLOCK 128
 #define PERIOD 65536
 #define CHUNK 4096
 #define BF16_LARGEST 0x7F7F
 #define GROUP 4  // blocks that are encoded together
-#define LEAST_PER_THREAD 16384
 
 enum { INT4, INT8, FP8, BF16 };
 static const int BITS[] = {4, 8, 8, 16};

@@ -69,7 +69,7 @@ INLINE void multiply(int kind, int rows, const Stage *s, int64_t matrix, int64_t
 }
 
 // Write rows of both factors as panels. Columns from k or r on are zero.
-INLINE void divide(int kind, const Stage *s, int64_t first, int64_t width, vector *right, vector *basis) {
+INLINE void into_panels(int kind, const Stage *s, int64_t first, int64_t width, vector *right, vector *basis) {
     memset(right, 0, (width + PANEL - 1) / PANEL * 2 * s->k * sizeof(vector));
     memset(basis, 0, (s->r + PANEL - 1) / PANEL * 2 * width * sizeof(vector));
     for (int64_t j = 0; j < width; j++) {
@@ -89,7 +89,7 @@ INLINE void all_rows(int kind, const Stage *s, int64_t first, int64_t last) {
     for (int64_t matrix = first / s->n; matrix * s->n < last; matrix++)
         for (int64_t start = 0; start < s->m; start += widest) {
             const int64_t width = MINIMUM(widest, s->m - start), top = matrix * s->n, end = MINIMUM(last - top, s->n);
-            divide(kind, s, matrix * s->m + start, width, right, basis);
+            into_panels(kind, s, matrix * s->m + start, width, right, basis);
             int64_t row = first > top ? first - top : 0;
             for (; row + ROWS <= end; row += ROWS) multiply(kind, ROWS, s, matrix, row, start, width, right, basis);
             for (; row < end; row++) multiply(kind, 1, s, matrix, row, start, width, right, basis);

@@ -6,7 +6,6 @@
 #include "products.h"
 
 #define HEIGHT 512            // rows that are summed before the sum is added to others, so that rounding errors grow less
-#define LEAST_PER_THREAD 16384
 
 // Write w columns of a factor [rows, r] as vectors, those of the same rows side by side. Columns from r on are zero.
 INLINE void transpose(const float *x, int64_t rows, int64_t r, int w, vector *columns) {

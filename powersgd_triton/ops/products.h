@@ -1,10 +1,7 @@
 // What the products of few columns, products.c, and of more, panels.c, have in common.
 #pragma once
 
-#include <stdint.h>
-#include <string.h>
-
-#include "clones.h"
+#include "common.h"
 
 // A product and a sum in one instruction. Expressions have one product, so there is one way to do this.
 #if defined(__clang__)
@@ -24,7 +21,6 @@
 #define FEW 8      // columns of factors whose sums stay in registers
 #define WIDTH 1024 // columns of a matrix for which FEW columns of two factors, 64 KiB, stay in the cache
 #define INLINE static inline __attribute__((always_inline))
-#define MINIMUM(a, b) ((a) < (b) ? (a) : (b))
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t mask __attribute__((vector_size(4 * LANES)));

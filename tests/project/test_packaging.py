@@ -46,7 +46,7 @@ def test_sdist_and_wheel_hold_the_package_and_nothing_else(tmp_path: Path):
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
     } | {
         f"powersgd_triton/ops/{name}"
-        for name in ("bases.c", "bits.h", "clones.h", "factors.c", "host.c", "panels.c", "products.c", "products.h")
+        for name in ("bases.c", "common.h", "factors.c", "host.c", "panels.c", "products.c", "products.h")
     }
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
     target = tmp_path / "installed"
