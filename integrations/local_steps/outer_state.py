@@ -49,8 +49,6 @@ class OuterState:
             inspect.signature(self.optimizer.step).bind()
         except TypeError as error:
             raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
-        # Memory for ``pseudo_gradients`` and for ``copies``, of the last exchange.
-        self.spare: dict[str, Tensors] = {}
         self._finite: HostCopy | None = None
         # What local parameters in 16 bits have changed since the last exchange counts from here, unless from θ.
         self._starts: Tensors = {}
@@ -82,8 +80,6 @@ class OuterState:
 
     def take_in(self, new: Mapping[str, Tensor]) -> None:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
-        if new:
-            self.spare.clear()
         for name, parameter in new.items():
             if name in self._frozen:
                 # The workers have changed it since they were equal, and nothing must be lost.
@@ -140,7 +136,7 @@ class OuterState:
 
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
         """
-        found = self.spare.pop("gradients", None) or self.local.memory(self.shared, self.device)
+        found = self.local.memory(self.shared, self.device)
         for name, tensor in self.local.tensors():
             start = self._starts[name] if name in self._starts else self._rounded(name, tensor)
             own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
@@ -159,7 +155,7 @@ class OuterState:
 
     def copies(self, finite: Tensor) -> Tensors:
         """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
-        copies, unchanged = self.spare.pop("copies", None) or self.local.memory(self.shared), known(finite)
+        copies, unchanged = self.local.memory(self.shared), known(finite)
         for name, tensor in self.local.tensors():
             theta, here = self._rounded(name, tensor), finite.to(tensor.device)
             copies[name] = self.local.without_padding(copies[name], tensor).copy_(tensor)

@@ -24,7 +24,7 @@ class PendingExchange:
         gradients: {name: pseudo-gradient}, of which the exchange makes errors or means.
         finite: Whether this worker was finite, as a scalar on the device.
         since: Number of steps whose changes are exchanged.
-        begun: {name: local parameters when the exchange began}, with a delay. The next ones count as changed since.
+        begun: {name: local parameters when the exchange began}, with a delay.
     """
 
     def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
@@ -35,7 +35,6 @@ class PendingExchange:
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
         self._averages: list[tuple[Average, list[str]]] = []
-        self._errors_are_apart = True
         self.counts = False
         undo.begin()
 
@@ -73,12 +72,6 @@ class PendingExchange:
             self.take_back()
         return finish
 
-    def keep(self, errors: Tensors, share: float) -> None:
-        """Let ``apply`` leave a share of {name: E} in the local parameters. With a delay only. It overwrites E."""
-        for name, error in errors.items():
-            self.begun[name].add_(error.to(self.begun[name]), alpha=share)
-        self._errors_are_apart = False
-
     def apply(self, errors: Tensors, keep: float) -> None:
         """Update θ by what has arrived. Go on from θ − ``keep`` · {name: E}, with the changes since the exchange began.
 
@@ -86,8 +79,7 @@ class PendingExchange:
         """
         outer, begun = self._outer, self.begun
         if self._averages:
-            if self._errors_are_apart:
-                self.gradients = outer.local.memory(outer.shared, outer.device)
+            self.gradients = outer.local.memory(outer.shared, outer.device)
             with on_streams(self._engine):
                 for average, names in self._averages:
                     average.reconstruct({name: self.gradients[name] for name in names}, None)

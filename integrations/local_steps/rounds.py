@@ -115,16 +115,8 @@ class Rounds:
     def _use(self, pending: PendingExchange) -> None:
         """Update θ by what has arrived, and go on from it."""
         kept = self.errors(copy=False) if self.keep else {}
-        # A quorum may still need what was sent.
-        reused = bool(kept and pending.begun) and self._quorums is None
-        if reused:
-            pending.keep(kept, self.keep)
-            forget(self._engine)
-        pending.apply({} if reused else kept, self.keep)
-        if reused and self._outer.device.type == "cpu":
-            # New memory takes longer than the exchange.
-            self._outer.spare = {"gradients": pending.gradients, "copies": pending.begun}
-        elif kept:
+        pending.apply(kept, self.keep)
+        if kept:
             forget(self._engine)
         self._undo.begin()
 

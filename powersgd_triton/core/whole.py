@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -11,22 +10,10 @@ from torch import Tensor
 from powersgd_triton.comm.exchange import flat
 from powersgd_triton.core.saved_state import Parts
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.host import new_memory
 from powersgd_triton.ops.reference import on_host
 from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
-
-
-@dataclasses.dataclass
-class _Flat:
-    """Errors of a bucket that is sent whole, flat, in fp32.
-
-    Attributes:
-        errors: [numel].
-        spare: On the CPU, memory for what the next step will leave: new memory takes longer than the step.
-    """
-
-    errors: Tensor
-    spare: Tensor | None = None
 
 
 class WholeErrors:
@@ -35,8 +22,7 @@ class WholeErrors:
     A step leaves what it has not sent. Its verdict decides in ``settle`` whether this or the error before it counts.
 
     Attributes:
-        in_place: Whether M and the errors take the memory of the gradients, to which no average is written then. Else
-            memory for the errors of the next step is kept between steps, on the CPU.
+        in_place: Whether M and the errors take the memory of the gradients, to which no average is written then.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
         left: {layout: what a step has left}, until ``settle``.
@@ -52,7 +38,8 @@ class WholeErrors:
     def forget(self) -> None:
         self.left: dict[Layout, Tensor] = {}
         self.verdict: Tensor | None = None
-        self._flat: dict[Layout, _Flat] = {}
+        # Errors of tensors that are sent whole, flat, by their bucket's layout.
+        self._flat: dict[Layout, Tensor] = {}
         # Errors E [n, m] of other tensors. Which a step has added to gradients, and a copy of its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
@@ -88,12 +75,12 @@ class WholeErrors:
         if self.in_place and not self.has_errors():
             M = G.float()
         else:
-            held, scale = self._held(layout, G.device), step.scale(G.device)
-            E = held.errors if scale is None else held.errors * scale
+            E, scale = self._held(layout, G.device), step.scale(G.device)
+            E = E if scale is None else E * scale
             if self.in_place:
                 M = G.float().add_(E)
             else:
-                M, held.spare, terms = torch.empty_like(E) if held.spare is None else held.spare, None, (G, E)
+                M, terms = new_memory(len(E), E.dtype, E.device), (G, E)
         if self.noted is not None:
             self.noted[layout] = M
         return M, terms
@@ -135,17 +122,11 @@ class WholeErrors:
         if verdict is None or not self.is_unsettled(step):
             return
         for layout, M in self.left.items():
-            if self.in_place and on_host(verdict):
-                if verdict:
-                    self._flat[layout] = _Flat(M)
-                continue
-            held = self._held(layout, M.device)
             if not on_host(verdict):
-                torch.where(verdict.bool(), M, held.errors, out=held.errors)
+                E = self._held(layout, M.device)
+                torch.where(verdict.bool(), M, E, out=E)
             elif verdict:
-                held.errors, held.spare = M, held.errors
-            else:
-                held.spare = M
+                self._flat[layout] = M
         self.left, self.verdict = {}, None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
@@ -158,7 +139,7 @@ class WholeErrors:
     def take_back(self, unsent: Mapping[str, Tensor]) -> None:
         """Let tensors keep the errors from before the last step where the scalar ``unsent[name]`` is True."""
         for layout, M in self.left.items():
-            before, after = _named(layout, self._held(layout, M.device).errors), _named(layout, M)
+            before, after = _named(layout, self._held(layout, M.device)), _named(layout, M)
             for name in after.keys() & unsent.keys():
                 after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
         for name in self._added & unsent.keys() if self.verdict is not None else ():
@@ -170,25 +151,25 @@ class WholeErrors:
         """Return views of all errors of tensors without a matrix."""
         self.settle(step)
         found = dict(self._unsent())
-        for layout, held in self._flat.items():
-            found |= _named(layout, held.errors)
+        for layout, E in self._flat.items():
+            found |= _named(layout, E)
         return found
 
-    def _held(self, layout: Layout, device: torch.device) -> _Flat:
+    def _held(self, layout: Layout, device: torch.device) -> Tensor:
         """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
         if layout not in self._flat:
             E, remaining = torch.zeros(layout.numel, device=device), self._apart(layout)
             for segment in layout.segments:
                 if segment.name in remaining:
                     E[segment.span] = remaining.pop(segment.name).reshape(-1)
-            self._flat[layout] = _Flat(E)
+            self._flat[layout] = E
         return self._flat[layout]
 
     def _apart(self, layout: Layout) -> Parts:
         """Return the remaining errors by name, with those that other layouts share with this one."""
         for other in [other for other in self._flat if not other.shapes.keys().isdisjoint(layout.shapes)]:
             # Copies, since views would keep the memory of all until the last one is used.
-            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other).errors).items()}
+            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other)).items()}
         return self._unsent()
 
     def _unsent(self) -> Parts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
 import itertools
 import mmap
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +24,11 @@ from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_ref
 FORMATS = ("int4", "int8", "fp8", "bf16")
 """Formats with blocks that the library has, in its order. It has the sparse format too."""
 
-LARGE = 1 << 22
-"""Bytes from which on memory is in large pages, of 2 MiB each."""
+LARGE = 1 << 20
+"""Bytes from which on memory is in large pages, of 2 MiB each, and is used again."""
+
+_spare: collections.deque[mmap.mmap] = collections.deque(maxlen=64)
+"""Memory that was used last. The system may take its pages if it needs them."""
 
 
 class _Encoding(ctypes.Structure):
@@ -94,17 +99,39 @@ def apply_host(task: Decoding) -> None:
 
 
 def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return new memory, on the CPU in large pages if the system has some: small ones take longer than what they hold.
+    """Return memory, on the CPU of Linux in large pages, and again what was freed last of this size.
 
-    The first access to 4 KiB takes about as long as ten passes over them.
+    The first access to new memory takes longer than ten passes over it in small pages, and several in large ones.
     """
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _used(size)
+    if pages is None:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor holds it, and it holds the memory.
+    handle = (ctypes.c_char * size).from_buffer(pages)
+    weakref.finalize(handle, _free, pages).atexit = False
+    return torch.frombuffer(handle, dtype=dtype)
+
+
+def _used(size: int) -> mmap.mmap | None:
+    for pages in tuple(_spare):
+        # Another thread may have taken it.
+        with contextlib.suppress(ValueError):
+            if len(pages) == size:
+                _spare.remove(pages)
+                return pages
+    return None
+
+
+def _free(pages: mmap.mmap) -> None:
+    """Use memory again, unless the system needs it first."""
     with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
+        pages.madvise(mmap.MADV_FREE)
+        _spare.append(pages)
 
 
 def reference(

@@ -93,17 +93,6 @@ def test_errors_stay_if_an_average_does_not_fit(worker: int, world_size: int, on
         assert not torch.equal(compressor.error()["weight"], before["weight"])
 
 
-def test_errors_take_turns_in_two_memories() -> None:
-    """On the CPU, where new memory takes longer than a step."""
-    engine = new_engine(INT4, Communicator(), lambda: SHAPES)
-    errors: list[torch.Tensor] = []
-    for _ in range(5):
-        bucket = engine.begin(0, lambda: SHAPES, CPU, last=True)
-        engine.average(bucket, gradients(0, SHAPES))
-        errors += [held.errors for held in engine.residuals.whole._flat.values()]
-    assert len({E.data_ptr() for E in errors}) == 2
-
-
 @pytest.mark.parametrize(
     ("rank", "dtype", "start_iter"),
     [(1, torch.float32, 2), (8, torch.bfloat16, 0), (8, torch.float64, 0)],

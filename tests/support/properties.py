@@ -76,7 +76,7 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
         ledger.step(batches(model, step))
     if FORMATS[form].quantize is not None:
         whole = model.state._engine.residuals.whole
-        held = [*(flat.errors for flat in whole._flat.values()), *whole.left.values()]
+        held = [*whole._flat.values(), *whole.left.values()]
         assert model.state.report().error_bytes == sum(errors.nbytes for errors in held)
     ledger.check(rounds=FORMATS[form].bypass is not None)
     assert iteration(model) == 3

@@ -1,0 +1,37 @@
+"""Memory of the CPU: freed memory is used again, as new memory takes longer than what is computed in it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from powersgd_triton.ops import host
+from powersgd_triton.ops.host import LARGE, new_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take freed memory back")
+def test_memory_is_used_again_when_it_is_free():
+    host._spare.clear()
+    first, second = (new_memory(LARGE, torch.float32, CPU).fill_(value) for value in (1, 2))
+    places = first.data_ptr(), second.data_ptr()
+    part = first[1:9]
+    del first
+    third = new_memory(LARGE, torch.float32, CPU).fill_(3)
+    assert third.data_ptr() not in places
+    assert part.eq(1).all()
+    assert second.eq(2).all()
+    del part
+    # Another size, of another dtype.
+    other = new_memory(LARGE, torch.int8, CPU)
+    assert (other.dtype, len(other)) == (torch.int8, LARGE)
+    assert other.data_ptr() not in places
+    assert new_memory(LARGE, torch.float32, CPU).data_ptr() == places[0]
+
+
+def test_small_memory_and_that_of_other_devices_is_torchs():
+    assert new_memory(7, torch.float32, CPU).shape == (7,)
+    assert new_memory(LARGE, torch.float32, torch.device("meta")).is_meta
