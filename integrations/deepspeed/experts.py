@@ -129,8 +129,13 @@ class MixtureState(Several[DeepSpeedState]):
 
         ValueError: Experts were distributed over another number of workers.
         """
-        self._dense._together("load", lambda: self._check_experts(self._dense.saved_in(find())))
-        found = {state: state._reading(find) for state in self}
+
+        def saved_in() -> Path | None:
+            # The one folder of all states: older states of experts do not belong to newer ones of the rest.
+            return self._dense.saved_in(find())
+
+        self._dense._together("load", lambda: self._check_experts(saved_in()))
+        found = {state: state._read_folder(saved_in) for state in self}
         if not any(found.values()):
             return None
 

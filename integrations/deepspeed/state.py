@@ -194,7 +194,11 @@ class DeepSpeedState(Handle):
 
         Collective on the workers of all pipeline stages. The function is not. None if there is no saved state.
         """
-        saved = self._together("load", lambda: self._files(self.saved_in(find())), FOUND)
+        return self._read_folder(lambda: self.saved_in(find()))
+
+    def _read_folder(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
+        """As ``_reading``, of that folder only."""
+        saved = self._together("load", lambda: self._files(find()), FOUND)
         # The workers of one pipeline stage compare their states. Then all stages are told.
         return None if saved is None else self._together("load", lambda: self._loading(saved))
 

@@ -29,18 +29,22 @@ static inline int entries(const Panel *p, int64_t row, int64_t last) {
     return row < last ? (int)MINIMUM(p->joined, last - row) * p->width : 0;
 }
 
-// The nearest number of fp16 as bits; quotients have at most 4 as their magnitude.
+// The nearest number of fp16 as bits; quotients have at most 4 as their magnitude. Numbers that are subnormal in fp32 are
+// avoided, since a thread may flush them to zero.
+static const uint32_t LEAST_NORMAL = (127 - 14) << 23;
+
 static inline uint16_t to_fp16(float q) {
-    // 1.5 * 2^23 units in the last place of the format: only its multiples remain in the sum.
-    const uint32_t sign = word(q) >> 31, exponent = word(q) & 0x7F800000, least = (127 - 14) << 23;
-    const float unit = number(MAXIMUM(exponent, least) + (13 << 23) + (1 << 22));
-    // The factor gives the numbers the bits of their exponents, also the subnormal ones.
-    const uint32_t magnitude = word(((number(word(q) & 0x7FFFFFFF) + unit) - unit) * 0x1p-112f);
-    return (uint16_t)(magnitude >> 13 | sign << 15);
+    const uint32_t sign = word(q) >> 31, exponent = word(q) & 0x7F800000, from = MAXIMUM(exponent, LEAST_NORMAL);
+    // 1.5 * 2^23 units in the last place of the format: the sum's last bits count these units.
+    const uint32_t unit = from + (13 << 23) + (1 << 22);
+    const uint32_t units = word(number(word(q) & 0x7FFFFFFF) + number(unit)) - unit;
+    return (uint16_t)((((from - LEAST_NORMAL) >> 13) + units) | sign << 15);
 }
 
 static inline float from_fp16(uint16_t code) {
-    return number((code & 0x8000u) << 16 | (code & 0x7FFFu) << 13) * 0x1p112f;
+    const uint32_t magnitude = code & 0x7FFFu, moved = magnitude << 13;
+    const uint32_t small = word(number(LEAST_NORMAL + moved) - number(LEAST_NORMAL));
+    return number((code & 0x8000u) << 16 | (magnitude < 1024 ? small : moved + (112 << 23)));
 }
 
 // Write codes of a line, in 4 bits a byte each, and what they stand for.

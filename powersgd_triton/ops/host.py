@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -27,8 +26,11 @@ FORMATS = ("int4", "int8", "fp8", "bf16")
 LARGE = 1 << 20
 """Bytes from which on memory is in large pages, of 2 MiB each, and is used again."""
 
-_spare: collections.deque[mmap.mmap] = collections.deque(maxlen=64)
-"""Memory that was used last. The system may take its pages if it needs them."""
+MADV_FREE = 8
+"""Advice to Linux on every processor. Python has it only if the system that it was compiled on did."""
+
+_spare: dict[int, list[mmap.mmap]] = {}
+"""{bytes: free memory}. The system may take its pages. Any thread, or the collector, frees: use atomic operations."""
 
 
 class _Encoding(ctypes.Structure):
@@ -106,9 +108,15 @@ def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype, device=device)
-    pages = _used(size)
-    if pages is None:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = _spare[size].pop()
+    except (KeyError, IndexError):
+        try:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            # Other sizes may hold the addresses that are missing.
+            _spare.clear()
+            return torch.empty(numel, dtype=dtype, device=device)
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     # The tensor holds it, and it holds the memory.
@@ -117,21 +125,11 @@ def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(handle, dtype=dtype)
 
 
-def _used(size: int) -> mmap.mmap | None:
-    for pages in tuple(_spare):
-        # Another thread may have taken it.
-        with contextlib.suppress(ValueError):
-            if len(pages) == size:
-                _spare.remove(pages)
-                return pages
-    return None
-
-
 def _free(pages: mmap.mmap) -> None:
     """Use memory again, unless the system needs it first."""
     with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_FREE)
-        _spare.append(pages)
+        pages.madvise(MADV_FREE)
+        _spare.setdefault(len(pages), []).append(pages)
 
 
 def reference(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +31,19 @@ def test_memory_is_used_again_when_it_is_free():
     other = new_memory(LARGE, torch.int8, CPU)
     assert (other.dtype, len(other)) == (torch.int8, LARGE)
     assert other.data_ptr() not in places
-    assert new_memory(LARGE, torch.float32, CPU).data_ptr() == places[0]
+    # What was freed last, whose pages are the least likely to have been taken.
+    del second
+    assert new_memory(LARGE, torch.float32, CPU).data_ptr() == places[1]
+    with mock.patch.object(mmap, "mmap", side_effect=OSError("no addresses")):
+        assert new_memory(3 * LARGE, torch.int8, CPU).shape == (3 * LARGE,)
+    assert not host._spare
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take freed memory back")
+def test_memory_is_used_again_by_a_python_that_lacks_the_advice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(mmap, "MADV_FREE", raising=False)
+    place = new_memory(LARGE, torch.float32, CPU).data_ptr()
+    assert new_memory(LARGE, torch.float32, CPU).data_ptr() == place
 
 
 def test_small_memory_and_that_of_other_devices_is_torchs():

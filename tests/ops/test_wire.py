@@ -110,6 +110,19 @@ def test_zeros_denormals_and_the_largest_values(name: str):
     assert torch.equal(contributed.sum(dim=0).view(6, 4), arrived)
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_threads_that_flush_denormals_write_and_read_the_same(name: str):
+    # Codes whose fp16 number is subnormal are ordinary numbers in fp32.
+    values = (1e-5 * random_messages(1, tail=0)[0]).index_fill(0, torch.arange(0, numel(FACTORS), 100), 1)
+    expected = exchanged(name, 2, [values, values])
+    torch.set_flush_denormal(True)
+    try:
+        found = exchanged(name, 2, [values, values])
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(map(torch.equal, found, expected))
+
+
 @thinned("name, value", NARROW, [float("inf"), float("-inf"), float("nan")], together=1)
 def test_a_value_that_is_not_finite_spoils_its_blocks_column_only(name: str, value: float):
     messages = random_messages(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,15 @@ def continues(stage: int) -> None:
             del saved["ep_size_2"]["matrices"]
             assert state.load(path).loaded
             assert state.iteration == 3
+            # A folder with a state of its own, of which the experts' is not continued from an older checkpoint.
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.copy(Path(path, "a", "powersgd_pp00_tp00_state.pt"), path)
+            dist.barrier()
+            assert kept - {name for name in kept if EXPERTS in name} == {*state.load(path).loaded}
+            dist.barrier()
+            Path(path, "powersgd_pp00_tp00_state.pt").unlink(missing_ok=True)
+            assert state.load(f"{path}/a").loaded
             # What one part refuses, no other loads.
             saved["dense"]["iteration"] = 9
             said = complaint(state.load_state_dict, saved)
