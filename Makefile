@@ -1,5 +1,7 @@
 # Each target sets up .venv by itself, again whenever pyproject.toml or constraints.txt changed.
 PYTHON3 ?= python3
+# Also where the environment forbids it: tests start many processes, and each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE =
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 # What only the documentation needs has a stamp of its own, so that `make test` does not wait for it.
