@@ -108,9 +108,9 @@ def test_times_follow_the_model() -> None:
     assert levels.most() == levels.normalized == 3000
 
 
-@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2), (3, 2)])
 @thinned(
-    "joined, bypass, width, fields",
+    "cluster, joined, bypass, width, fields",
+    [(2, 1), (3, 1), (2, 2), (3, 2)],
     [True, False],
     [None, "int8", "fp8", "bf16"],
     ["float32", "int4"],
