@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import Matrices, blocks, load, part
+from powersgd_triton.ops.blocks import Matrices, blocks, dtypes_of, load, part, store
 from powersgd_triton.ops.host import library
 from powersgd_triton.ops.reference import (
     Pending,
@@ -77,9 +77,17 @@ def backproject(M: Matrices, P: Tensor, *, out: Tensor) -> None:
 
 def reconstruct(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
     """out = P Qᵀ. ``verdict`` becomes 0 if an element is not finite."""
-    if not _multiply(RECONSTRUCT, out, (P, Q, True)):
+    if not _takes((), P, Q):
         reconstruct_reference(P, Q, out=out, verdict=verdict)
-    elif verdict is not None and maybe(verdict) and may_overflow(P, Q, torch.float32):
+        return
+    if not _multiply(RECONSTRUCT, out, (P, Q, True)):
+        # Rounded from the same bits, whatever the dtype.
+        for members, rows in blocks(out, torch.float32):
+            left, right = part(P, members, rows).contiguous(), part(Q, members)
+            block = P.new_empty(*left.shape[:2], right.shape[1])
+            _multiply(RECONSTRUCT, block, (left, right, True))
+            store(block, out, members, rows)
+    if verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(out)):
         for matrix in out:
             note_overflow(matrix, verdict)
 
