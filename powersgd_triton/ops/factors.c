@@ -29,10 +29,10 @@ static inline int entries(const Panel *p, int64_t row, int64_t last) {
     return row < last ? (int)MINIMUM(p->joined, last - row) * p->width : 0;
 }
 
-// The nearest number of fp16 as bits; quotients have at most 4 as their magnitude. Numbers that are subnormal in fp32 are
-// avoided, since a thread may flush them to zero.
+// fp16's least normal number, as bits of fp32. No number below is subnormal in fp32: threads may flush those to zero.
 static const uint32_t LEAST_NORMAL = (127 - 14) << 23;
 
+// The nearest number of fp16 as bits; quotients have at most 4 as their magnitude.
 static inline uint16_t to_fp16(float q) {
     const uint32_t sign = word(q) >> 31, exponent = word(q) & 0x7F800000, from = MAXIMUM(exponent, LEAST_NORMAL);
     // 1.5 * 2^23 units in the last place of the format: the sum's last bits count these units.
