@@ -153,6 +153,10 @@ class OuterState:
                 torch.where(finite, gradient, gradient.new_zeros(()), out=gradient)
         return found, finite
 
+    def no_gradients(self) -> Tensors:
+        """Return {name: zeros} in the place of pseudo-gradients, of a worker whose parameters have other shapes now."""
+        return {name: memory.zero_() for name, memory in self.local.memory(self.shared, self.device).items()}
+
     def copies(self, finite: Tensor) -> Tensors:
         """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
         copies, unchanged = self.local.memory(self.shared), known(finite)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.comm.agreement import last
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.scheme import Average
@@ -23,15 +25,27 @@ class PendingExchange:
     Attributes:
         gradients: {name: pseudo-gradient}, of which the exchange makes errors or means.
         finite: Whether this worker was finite, as a scalar on the device.
-        since: Number of steps whose changes are exchanged.
         begun: {name: local parameters when the exchange began}, with a delay.
     """
 
-    def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
-        self._engine, self._undo, self._outer = engine, undo, outer
-        self.gradients, self.finite = outer.pseudo_gradients()
-        self.begun = outer.copies(self.finite) if delay else {}
-        self.since, self._left = since, delay
+    def __init__(
+        self,
+        engine: Engine,
+        undo: Undo,
+        outer: OuterState,
+        delay: int,
+        meeting: Generator[Any, None, Any],
+        *,
+        refused: bool,
+    ) -> None:
+        self._engine, self._undo, self._outer, self._meeting, self._refused = engine, undo, outer, meeting, refused
+        if refused:
+            # The others hear of it when the meeting ends, and wait for something until then.
+            self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool)
+        else:
+            self.gradients, self.finite = outer.pseudo_gradients()
+        self.begun = outer.copies(self.finite) if delay and not refused else {}
+        self._left = delay
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
         self._averages: list[tuple[Average, list[str]]] = []
@@ -51,6 +65,7 @@ class PendingExchange:
             for names in fragments:
                 self._start(names)
             if finish:
+                last(self._meeting)
                 same = self._outer.unchanged()
                 verdict = self._engine.end_step()
                 # In one copy, since the host waits for it.
@@ -79,7 +94,7 @@ class PendingExchange:
         """
         outer, begun = self._outer, self.begun
         if self._averages:
-            self.gradients = outer.local.memory(outer.shared, outer.device)
+            self.gradients = outer.local.memory({n: outer.shared[n] for n in self.gradients}, outer.device)
             with on_streams(self._engine):
                 for average, names in self._averages:
                     average.reconstruct({name: self.gradients[name] for name in names}, None)
@@ -108,6 +123,8 @@ class PendingExchange:
 
     def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
+        if self._refused:
+            return
         # Again, since means may have been written over them.
         gradients, _ = self._outer.pseudo_gradients(self.finite, self.begun)
         # Where a sum was not finite, the average is NaN, and the engine has taken the gradient back itself.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
 
-from powersgd_triton.comm.agreement import Facts, fingerprint, together
+from powersgd_triton.comm.agreement import UNDER_WAY, Facts, compare, fingerprint, last, together
 from powersgd_triton.config import whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
@@ -50,6 +50,8 @@ class Rounds:
         # Number of steps when the last exchange was tried. If it has failed, the next one sends its changes.
         self._tried = steps - since
         self.pending: PendingExchange | None = None
+        # ``since`` and ``every`` as it began.
+        self._before = since, every
 
     def length(self, steps: int) -> int:
         return length(self._every, steps)
@@ -80,9 +82,13 @@ class Rounds:
         self.advance(finish=True)
 
         def begin() -> PendingExchange:
-            every = self.meet("an exchange", begins=True)
-            pending = PendingExchange(self._engine, self._undo, self._outer, self._delay, self.since)
-            self.since, self.every = 0, every
+            # With a delay, a worker hears of the others at the end: it would wait for the slowest one now.
+            later = self._delay and self._quorums is None and not self._engine.communicator.others
+            meeting = self._meeting(UNDER_WAY if later else "an exchange", begins=True)
+            every = next(meeting) if later else last(meeting)
+            pending = PendingExchange(self._engine, self._undo, self._outer, self._delay, meeting, refused=not every)
+            self._before = self.since, self.every
+            self.since, self.every = 0, every or self.every
             return pending
 
         if self._quorums is None:
@@ -110,7 +116,9 @@ class Rounds:
                 self._use(pending)
             if ended:
                 self.pending = None
-                self.since += 0 if pending.counts else pending.since
+            if ended and not pending.counts:
+                since, self.every = self._before
+                self.since += since
 
     def _use(self, pending: PendingExchange) -> None:
         """Update θ by what has arrived, and go on from it."""
@@ -145,6 +153,10 @@ class Rounds:
 
     def meet(self, call: str, *, begins: bool = False) -> int:
         """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
+        return last(self._meeting(call, begins=begins))
+
+    def _meeting(self, call: str, *, begins: bool) -> Generator[int | None, None, int]:
+        """Do the same in two parts, as ``compare`` does. Yield what it returns, or None if this worker refuses."""
 
         def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
             new, step = self._outer.local.unfrozen(), self._engine.iteration
@@ -157,9 +169,12 @@ class Rounds:
                 found |= {f"shared {name!r}": int(fingerprint(theta)) for name, theta in self._outer.theta().items()}
             return (new, every), {"every": every, "steps": self.steps, **self._outer.settings()}, found
 
-        new, every = self.compare(call, prepare)
+        comparison = compare(call, prepare, self._engine.communicator, self._outer.device)
+        own = next(comparison)
+        yield own and own[1]
+        new, every = last(comparison)
         self._outer.take_in(new)
-        return int(every)
+        return every
 
 
 class Quorums(Managed):

@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ T = TypeVar("T")
 Facts = Mapping[str, Any]
 SHOWN, LONGEST = 3, 2000
 """Differences that an error lists for each worker, and characters of an exception that other workers are told."""
-WAITING = "a step that waits for the others"
+WAITING, UNDER_WAY = "a step that waits for the others", "an exchange that is under way"
+"""What a worker does that has started other collectives before it hears of the others."""
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
 COMPUTED_BY = "computed by"
@@ -51,6 +52,17 @@ def together(
         DisagreementError: ``act`` raised another exception on other workers, or facts differ.
         RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
+    return last(compare(call, act, communicator, device))
+
+
+def compare(
+    call: str, act: Callable[[], tuple[T, Facts, Facts]], communicator: Communicator, device: torch.device | None = None
+) -> Generator[T | None, None, T]:
+    """Do the same in two parts. What is done between them does not wait for the other workers.
+
+    It yields once: the result of ``act``, or None if that has raised an exception. Then it returns it, or raises.
+    """
+    result: T | None = None
     own: Exception | None = None
     difference: Exception | None = None
     facts: list[Facts] = [{}, {}]
@@ -59,23 +71,35 @@ def together(
         result, *facts = act()
         json.dumps(facts)
     except Exception as error:
-        own, facts = error, [{}, {}]
+        result, own, facts = None, error, [{}, {}]
         failed = [isinstance(error, ValueError), f"{type(error).__name__}: {error}"[:LONGEST]]
     try:
         common, replicated = ({CALL: call, FAILED: failed, **found} for found in facts)
         try:
             _announce(call, communicator, device)
-            difference = _compared(common, replicated, communicator, device)
+            comparison = _compared(common, replicated, communicator, device)
+            next(comparison)
+            yield result
+            difference = last(comparison)
         except RuntimeError as error:
             lost = f"{call} is collective, but this worker could not reach all others; do all workers take part?"
             raise own or RuntimeError(f"{lost} ({error})") from error
         own = own or difference
         if own is not None:
             raise own
-        return result
+        return cast(T, result)
     finally:
         # An exception that is kept in its own traceback would keep everything else in it alive.
         del own, difference
+
+
+def last(run: Generator[Any, None, T]) -> T:
+    """Run a generator to its end. Return what it returns."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return cast(T, end.value)
 
 
 def found(call: str, find: Callable[[], T]) -> T:
@@ -101,45 +125,56 @@ def _announce(call: str, communicator: Communicator, device: torch.device | None
 
 def _compared(
     common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None
-) -> Exception | None:
+) -> Generator[None, None, Exception | None]:
+    """Yield when a message is under way."""
     if not communicator.others:
-        return _difference({**common, **replicated}, [communicator], device)
-    inside = _difference(replicated, [communicator], device)
+        return (yield from _difference({**common, **replicated}, [communicator], device))
+    inside = yield from _difference(replicated, [communicator], device)
     # The other groups must learn of a difference too, so that all workers raise an error.
     common = {**common, "replicas": None if inside is None else str(inside)}
-    return _difference(common, [communicator, *communicator.others], device) or inside
+    difference = yield from _difference(common, [communicator, *communicator.others], device)
+    return difference or inside
 
 
-def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, bytes]:
+def _collected(
+    facts: Facts, communicators: Sequence[Communicator], device: torch.device | None
+) -> Generator[None, None, dict[int, bytes]]:
     """Return the facts of all workers as JSON, {worker: text}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
     mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest])
-    table = _gathered(mine, communicators, device)
+    table = yield from _gathered(mine, communicators, device)
     if bool((table[:, 1:] == table[0, 1:]).all()):
         return {}
     padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = _gathered(padded, communicators, device)
+    texts = yield from _gathered(padded, communicators, device)
     rows = sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
     return {worker: bytes(row[:length].tolist()) for (worker, length), row in rows}
 
 
-def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch.device | None) -> Tensor:
+def _gathered(
+    mine: Tensor, communicators: Sequence[Communicator], device: torch.device | None
+) -> Generator[None, None, Tensor]:
     """Return the tensors of all workers, [workers, …]. Their order may differ between the groups of workers."""
     table = mine.unsqueeze(0)
     for communicator in communicators:
-        table = communicator.gather(table, device).flatten(0, 1)
+        gathered = communicator.start_gather(table, device)
+        yield
+        table = gathered().flatten(0, 1)
     return table
 
 
-def _difference(own: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> Exception | None:
+def _difference(
+    own: Facts, communicators: Sequence[Communicator], device: torch.device | None
+) -> Generator[None, None, Exception | None]:
     """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
-    collected = _collected(own, communicators, device)
+    collected = yield from _collected(own, communicators, device)
     found = {worker: json.loads(text) for worker, text in collected.items()}
+    doing = {facts[CALL] for facts in found.values()}
     for each in communicators:
         if each.control is not None:
-            each.control.broken |= any(facts[CALL] == WAITING for facts in found.values())
+            each.control.broken |= WAITING in doing or (UNDER_WAY in doing and len(doing) > 1)
     kinds: dict[str, list[str]] = {}
     for worker, facts in found.items():
         if COMPUTED_BY in facts:

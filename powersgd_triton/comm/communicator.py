@@ -163,14 +163,24 @@ class Communicator:
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """Return every worker's ``tensor`` on the CPU, as [workers, …]. The host may wait for ``travel_device``."""
+        return self.start_gather(tensor, device)()
+
+    def start_gather(self, tensor: Tensor, device: torch.device | None = None) -> Callable[[], Tensor]:
+        """Start ``gather``. Return a function that waits for its result."""
         if self.world_size == 1:
-            return tensor.unsqueeze(0)
+            return lambda: tensor.unsqueeze(0)
         if self.control is not None:
-            return torch.stack(self.control.gather(tensor.cpu()))
+            ended = self.control.start_gather(tensor.cpu())
+            return lambda: torch.stack(ended())
         sent = tensor.to(travel_device(self.group, device))
         gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(gathered, sent, group=self.group)
-        return torch.stack(gathered).cpu()
+        work: Work = dist.all_gather(gathered, sent, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            wait(work)
+            return torch.stack(gathered).cpu()
+
+        return finish
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the workers in place and return it."""

@@ -50,19 +50,23 @@ class Control:
         self.broken = False
 
     def call(self, name: str, answer: Callable[[], object]) -> None:
-        """Tell the others that this worker calls something in which all must take part, with ``gather`` next."""
+        """Tell the others that this worker calls something in which all must take part, with ``start_gather`` next."""
         # Kept as the first worker says it: one that answers has started more.
         self._store.compare_set(f"call {self._calls}", "", str(self.started))
         self._calls, self.started, self._name, self.answer = self._calls + 1, 0, name, answer
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every worker's tensor. All must have the same shape and dtype."""
+    def start_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Return a function that waits for every worker's tensor. All must have the same shape and dtype."""
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        work = self._group.allgather([gathered], [tensor])
-        if not _ended(work, WARNING):
-            logger.warning("PowerSGD waits for the other workers in %s, which all workers must call", self._name)
-        work.wait()
-        return gathered
+        work, name = self._group.allgather([gathered], [tensor]), self._name
+
+        def finish() -> list[Tensor]:
+            if not _ended(work, WARNING):
+                logger.warning("PowerSGD waits for the other workers in %s, which all workers must call", name)
+            work.wait()
+            return gathered
+
+        return finish
 
     def look(self) -> None:
         """Take part in a call of a worker that has not started the collectives of this one, and will not."""

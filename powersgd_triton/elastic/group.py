@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,10 +70,10 @@ class ManagedCommunicator(Communicator):
     def minimum(self, tensor: Tensor) -> None:
         wait(self.all_reduce(tensor.view(-1), c10d.ReduceOp.MIN))
 
-    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
+    def start_gather(self, tensor: Tensor, device: torch.device | None = None) -> Callable[[], Tensor]:  # noqa: ARG002
         gathered = tensor.new_empty(self.world_size, *tensor.shape, device=self.device)
         wait(self.all_gather(gathered, tensor.to(self.device)))
-        return gathered.cpu()
+        return gathered.cpu
 
     def _begin(self, name: str, *arguments: Any) -> Any:
         try:

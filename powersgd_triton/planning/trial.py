@@ -49,8 +49,8 @@ class StandIn(Communicator):
         super().__init__(collectives=collectives)
         self.world_size, self.index = workers, index
 
-    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        return tensor.expand(self.world_size, *tensor.shape)
+    def start_gather(self, tensor: Tensor, device: torch.device | None = None) -> Callable[[], Tensor]:  # noqa: ARG002
+        return lambda: tensor.expand(self.world_size, *tensor.shape)
 
 
 def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: torch.device) -> ComputeTime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,11 +69,12 @@ class Line(StandIn):
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
         self._note("gather", gathered, tensor)
 
-    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
+    def start_gather(self, tensor: Tensor, _device: torch.device | None = None) -> Callable[[], Tensor]:
         if self.world_size == 1:
-            return tensor.unsqueeze(0)
+            return lambda: tensor.unsqueeze(0)
         assert self.meeting is not None
-        return self.meeting.gather(self.index, tensor)
+        gathered = self.meeting.gather(self.index, tensor)
+        return lambda: gathered
 
     def _note(self, kind: str, received: Tensor, sent: Tensor) -> None:
         assert self.message is None, "two messages at once"

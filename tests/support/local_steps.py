@@ -209,13 +209,15 @@ class Training:
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         return torch.cat([real(tensor).reshape(-1).float() for tensor in full]).clone()
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, within: Any = None) -> None:
+        """Take steps. ``LocalSteps.step`` is called in the context ``within``."""
         for _ in range(steps):
             before = self.flat()
             self.advance(*batch(self.worker, self.done))
             self.changed += before.float() - self.flat().float()
             self.done += 1
-            self.sync.step()
+            with within or contextlib.nullcontext():
+                self.sync.step()
 
     def check(self) -> None:
         """That nothing is lost, and θ has the same bits on all workers. Nothing may be under way."""

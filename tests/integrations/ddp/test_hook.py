@@ -119,7 +119,7 @@ def collectives(worker: int, world_size: int) -> None:
     with contextlib.ExitStack() as stacked:
         for name in COLLECTIVES:
             stacked.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
-        stacked.enter_context(mock.patch.object(Control, "gather", noting("gather", Control.gather)))
+        stacked.enter_context(mock.patch.object(Control, "start_gather", noting("gather", Control.start_gather)))
         for step in STEPS:
             inputs, targets = batch(worker, step)
             calls.clear()

@@ -116,7 +116,35 @@ def refuses_later(worker: int, _world_size: int) -> None:
     assert same_bits(flat(training.net))
 
 
-test_two_workers = make_test([refuses, refuses_later], 2)
+def refuses_at_the_end(worker: int, _world_size: int) -> None:
+    """With a delay, all hear of it when the exchange ends. Until then no worker waits for one that is late."""
+    training = Training(worker, "ternary", EVERY, optimizer=torch.optim.Adam, share=True, delay=1)
+    training.train(1)
+    for index in range(8):
+        training.train(EVERY - 2)
+        pattern, change = list(changes_of(training).items())[index]
+        before = theta(training.sync), owed(training.sync)
+        training.train(1, change if worker == index % 2 else None)
+        said = complaint(training.train, 1)
+        assert re.search(pattern, said), (pattern, said)
+        assert (training.sync.since, training.sync.every) == (EVERY + 1, EVERY)
+        assert all(map(torch.equal, before, (theta(training.sync), owed(training.sync))))
+        training.sync._rounds.exchange()
+        training.train(1)
+        training.check()
+    training.finish()
+
+
+def one_is_alone(worker: int, _world_size: int) -> None:
+    """One worker saves while the other one's exchange is under way: both hear of it, and of what to do."""
+    training = Training(worker, every=EVERY, delay=1)
+    training.train(2 * EVERY - 1)
+    said = complaint(training.sync.state_dict if worker else functools.partial(training.train, 2))
+    assert "worker 1 is in state_dict and worker 0 in an exchange that is under way: all workers must call it" in said
+    assert "interrupted an earlier step of this process group: make a new group" in complaint(training.train, EVERY)
+
+
+test_two_workers = make_test([refuses, refuses_later, refuses_at_the_end, one_is_alone], 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.agreement import last
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
@@ -69,7 +70,7 @@ def reads_once(worker: int, _world_size: int) -> None:
         net = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(4)])
         net.register_buffer("mask", torch.ones(5, dtype=torch.bool))
         sync = LocalSteps(net, PowerSGDConfig(quantize="int8"), every=3, delay=delay)
-        compare = sync._rounds.compare
+        meeting = sync._rounds._meeting
         for step in range(1, 10):
             net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step)))
             with torch.no_grad():
@@ -80,6 +81,11 @@ def reads_once(worker: int, _world_size: int) -> None:
                 with _disable_current_modes(), mock.patch.object(torch.Tensor, "tolist", tolist):
                     return act(*arguments)
 
+            def on_host_too(*arguments: Any, **options: Any) -> Any:
+                run = meeting(*arguments, **options)
+                yield on_host(next, run)
+                return on_host(last, run)
+
             copies = mock.Mock(side_effect=tolist)
             with (
                 # As on a GPU, where nothing is decided on the host.
@@ -87,7 +93,7 @@ def reads_once(worker: int, _world_size: int) -> None:
                 mock.patch("powersgd_triton.ops.differences.on_host", return_value=False),
                 mock.patch("powersgd_triton.ops.reference.on_host", return_value=False),
                 # What the workers compare lies on the host, and what was copied in an earlier step.
-                mock.patch.object(sync._rounds, "compare", functools.partial(on_host, compare)),
+                mock.patch.object(sync._rounds, "_meeting", on_host_too),
                 mock.patch.object(HostCopy, "numbers", lambda copy: on_host(numbers, copy)),
                 mock.patch.object(torch.Tensor, "tolist", lambda tensor, copies=copies: copies(tensor)),
                 Reads() as reads,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, rounds
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from tests.support.local_steps import CONFIGS, NESTEROV, SGD, mean, real, same_bits
 
 SHAPES = {"w": (12, 8), "v": (7, 9), "b": (9,), "s": (), "e": (0, 4), "c": (3, 5), "z": (4, 3)}
@@ -93,20 +94,26 @@ class Local:
         with (
             mock.patch.object(rounds, "PendingExchange", self._begun),
             mock.patch.object(pending_exchange, "FRAGMENT", self.fragment),
+            mock.patch.object(OuterState, "take_in", functools.partial(self._take_in, OuterState.take_in)),
         ):
             return call()
 
-    def _begun(self, *arguments: Any) -> Any:
+    def _begun(self, *arguments: Any, **options: Any) -> Any:
         self.drop()
         self.moved, self.kept = self.unsent.clone(), self.seen()[2]
-        return pending_exchange.PendingExchange(*arguments)
+        return pending_exchange.PendingExchange(*arguments, **options)
 
-    def drop(self) -> None:
-        """If this worker is not finite, its changes are lost. Those of a parameter that was unfrozen are averaged."""
-        if self.frozen and "c" in self.state.shared():
+    def _take_in(self, original: Callable[..., None], new: Mapping[str, Tensor]) -> None:
+        """The changes of a parameter that was unfrozen are averaged."""
+        original(self.state._outer, new)
+        if self.frozen and "c" in new:
             at, self.frozen = self.flat({"c": torch.ones(SHAPES["c"])}), False
             self.sent += at * mean(self.unsent)
             self.unsent *= 1 - at
+            self.moved *= 1 - at
+
+    def drop(self) -> None:
+        """If this worker is not finite, its changes are lost."""
         if not self.local().isfinite().all():
             self.changed -= self.unsent
             self.unsent.zero_()
