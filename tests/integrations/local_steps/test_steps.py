@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 from typing import Any
 from unittest import mock
@@ -81,7 +80,7 @@ def reads_once(worker: int, _world_size: int) -> None:
                 with _disable_current_modes(), mock.patch.object(torch.Tensor, "tolist", tolist):
                     return act(*arguments)
 
-            def on_host_too(*arguments: Any, **options: Any) -> Any:
+            def on_host_too(*arguments: Any, meeting: Any = meeting, **options: Any) -> Any:
                 run = meeting(*arguments, **options)
                 yield on_host(next, run)
                 return on_host(last, run)
