@@ -7,7 +7,7 @@ import inspect
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local, sameness
+from powersgd_triton.ops.local_steps import subtract
 from powersgd_triton.ops.reference import known
 from powersgd_triton.ops.step import HostCopy
 
@@ -131,23 +132,25 @@ class OuterState:
         if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
             self._starts[name] = theta - (value - tensor)
 
-    def pseudo_gradients(self, finite: Tensor | None = None, begun: Tensors | None = None) -> tuple[Tensors, Tensor]:
+    def pseudo_gradients(
+        self, finite: Tensor | None = None, begun: Tensors | None = None, copies: Tensors | None = None
+    ) -> tuple[Tensors, Tensor]:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
+        ``copies``: memory for those of now, padded. Overwritten with what has no padding.
         """
-        found = self.local.memory(self.shared, self.device)
+        found, extremes = self.local.memory(self.shared, self.device), list[Tensor]()
         for name, tensor in self.local.tensors():
             start = self._starts[name] if name in self._starts else self._rounded(name, tensor)
             own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
             if gradient.shape != found[name].shape:
                 found[name].zero_()
-            if start.device == self.device:
-                torch.sub(start, own, out=gradient)
-            else:
-                gradient.copy_(start - own)
+            if copies:
+                copies[name] = self.local.without_padding(copies[name], tensor)
+            extremes += subtract(start, own, out=gradient, copy=copies[name] if copies else None)
         if finite is None:
-            finite = self._is_finite(found.values())
+            finite = self._is_finite(extremes)
         if not known(finite):
             for gradient in found.values():
                 torch.where(finite, gradient, gradient.new_zeros(()), out=gradient)
@@ -157,19 +160,22 @@ class OuterState:
         """Return {name: zeros} in the place of pseudo-gradients, of a worker whose parameters have other shapes now."""
         return {name: memory.zero_() for name, memory in self.local.memory(self.shared, self.device).items()}
 
-    def copies(self, finite: Tensor) -> Tensors:
-        """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
-        copies, unchanged = self.local.memory(self.shared), known(finite)
+    def begin(self, finite: Tensor | None = None, *, copied: bool) -> tuple[Tensors, Tensor, Tensors]:
+        """Return what ``pseudo_gradients`` does, and copies of the local parameters if asked.
+
+        If this worker is not finite, the copies are θ, and so are its parameters then.
+        """
+        copies = self.local.memory(self.shared) if copied else {}
+        gradients, finite = self.pseudo_gradients(finite, copies=copies)
+        if not copied or known(finite):
+            return gradients, finite, copies
         for name, tensor in self.local.tensors():
             theta, here = self._rounded(name, tensor), finite.to(tensor.device)
-            copies[name] = self.local.without_padding(copies[name], tensor).copy_(tensor)
-            if unchanged:
-                continue
             tensor.copy_(torch.where(here, copies[name], theta, out=copies[name]))
             if name in self._starts:
                 self._starts[name] = torch.where(here, self._starts[name], theta)
         self.local.refresh()
-        return copies
+        return gradients, finite, copies
 
     @contextlib.contextmanager
     @torch.no_grad()
@@ -186,8 +192,7 @@ class OuterState:
         """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""
         parts = {name: {"shared": theta.clone()} for name, theta in self.theta().items()}
         if begun:
-            gradients, finite = self.pseudo_gradients()
-            copies = self.copies(finite)
+            gradients, _, copies = self.begin(copied=True)
             for name, tensor in self.local.tensors():
                 changes = self.local.without_padding(self._engine.communicator.mean(gradients[name]), tensor).to(
                     tensor.device
@@ -216,10 +221,8 @@ class OuterState:
         shared = self.shared[name].detach()
         return shared.to(tensor.dtype).to(shared.dtype)
 
-    def _is_finite(self, gradients: Iterable[Tensor]) -> Tensor:
+    def _is_finite(self, extremes: list[Tensor]) -> Tensor:
         """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
-        # Several times as fast on the CPU as a norm.
-        extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
         # A shard may have no elements.
         extremes.append(torch.zeros((), device=self.device))
         flag = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all().int()

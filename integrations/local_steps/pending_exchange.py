@@ -14,6 +14,7 @@ from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.scheme import Average
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
+from powersgd_triton.ops.local_steps import go_on
 
 FRAGMENT = 1 << 25
 """Elements of the model that are exchanged at a time, since an exchange needs memory for several copies of them."""
@@ -41,10 +42,10 @@ class PendingExchange:
         self._engine, self._undo, self._outer, self._meeting, self._refused = engine, undo, outer, meeting, refused
         if refused:
             # The others hear of it when the meeting ends, and wait for something until then.
-            self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool)
+            begun: Tensors = {}
+            self.gradients, self.finite, self.begun = outer.no_gradients(), torch.ones((), dtype=torch.bool), begun
         else:
-            self.gradients, self.finite = outer.pseudo_gradients()
-        self.begun = outer.copies(self.finite) if delay and not refused else {}
+            self.gradients, self.finite, self.begun = outer.begin(copied=delay > 0)
         self._left = delay
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
@@ -105,20 +106,12 @@ class PendingExchange:
         try:
             outer.optimizer.step()
         except BaseException:
-            begun |= {} if begun else outer.copies(self.finite)
+            begun |= {} if begun else outer.begin(self.finite, copied=True)[2]
             raise
         outer.optimizer.zero_grad()
-        # In memory that is there, since new pages are slow on the CPU.
         for name, tensor in outer.local.tensors():
-            value, start, error = outer.shared[name].detach(), begun.get(name), errors.get(name)
-            out = tensor if tensor.dtype == value.dtype else None
-            if start is not None:
-                torch.sub(tensor.to(start.dtype), start, out=start)
-            if error is not None:
-                value = torch.sub(value, error.to(value), alpha=keep, out=out)
-            if start is not None:
-                value = torch.add(value, start, out=out)
-            outer.write_one(name, tensor, value)
+            theta = outer.shared[name].detach()
+            outer.write_one(name, tensor, go_on(tensor, theta, begun.get(name), errors.get(name), keep))
         outer.local.refresh()
 
     def take_back(self) -> None:
