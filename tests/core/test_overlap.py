@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,9 +21,8 @@ from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
-from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import everything, gradients, same_bits, step
+from tests.support.checks import gradients, same_bits, step
 from tests.support.streams import FakeStream, Network, StreamMachine, Timed, stream_machine
 from tests.support.thinned import slow
 
@@ -265,79 +263,3 @@ def test_collectives_are_in_one_order(cuda: bool):
         sent = [numel for numel, _ in training.network.sent]
     P, Q = zip(*((2 * n, 2 * m) for n, m in map(SHAPES.get, "abcd")), strict=True)  # type: ignore[misc]
     assert sent == [P[0], P[1], Q[0], P[2], Q[1], *([Q[2], P[3], Q[3]] if cuda else [P[3], Q[2], Q[3]])]
-
-
-class LateNetwork(StandIn):
-    """Collectives on a GPU that take a number of cycles."""
-
-    def __init__(self, cycles: int) -> None:
-        super().__init__()
-        self.cycles, self.stream = cycles, torch.cuda.Stream()
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def all_reduce(self, tensor: Tensor) -> Any:
-        due, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        due.record()
-        self.stream.wait_event(due)
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(self.cycles)
-            tensor.mul_(2)
-            done.record()
-        self.events.append((due, done))
-        return SimpleNamespace(wait=done.wait)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str):
-    device = torch.device("cuda", torch.cuda.current_device())
-    results = []
-    for overlapping in (False, True):
-        network = LateNetwork(0)
-        engine = new_engine(everything(backend=backend, algorithm=algorithm), network, lambda: SHAPES, device)
-        found: dict[str, Tensor] = {}
-        for number in range(4):
-            # The first steps compile kernels. Then a message takes tens of milliseconds.
-            network.cycles = 0 if number < 2 else 50_000_000
-            network.events.clear()
-            given = {name: tensor.to(device) for name, tensor in gradients(number, SHAPES).items()}
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
-            try:
-                for names in BUCKETS:
-                    layout = begin(engine, names, device, names is BUCKETS[-1] if overlapping else None)
-                    with engine.residuals.streams.on(device, join=False):
-                        engine.average(layout, {name: given[name] for name in names})
-                engine.finish()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-            found |= {f"{name} of step {number}": gradient for name, gradient in given.items()}
-        results.append(found | {f"error of {n}": error for n, error in engine.residuals.error(engine.step).items()})
-        # Whether the second bucket's first message was due before the first bucket's had arrived.
-        (_, arrived), (due, _), *_ = network.events
-        assert (due.elapsed_time(arrived) > 0) is overlapping
-    assert same_bits(*results)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_looking_at_the_error_waits_for_the_step(backend: str):
-    """The step is late, and the main stream does not wait for the stream that it comes from."""
-    device, hook = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
-    errors = []
-    for cycles in (0, 100_000_000):
-        engine = new_engine(PowerSGDConfig(rank=2, backend=backend), Communicator(), lambda: SHAPES)
-        given = {name: tensor.to(device) for name, tensor in gradients(0, SHAPES).items()}
-        torch.cuda.synchronize()
-        with torch.cuda.stream(hook):
-            if cycles:
-                torch.cuda._sleep(cycles)
-            engine.average(begin(engine, [*SHAPES], device, last=True), given)
-        errors.append(engine.residuals.error(engine.step))
-        torch.cuda.synchronize()
-    assert same_bits(*errors)
-    assert all(error.any() for error in errors[0].values())
