@@ -81,6 +81,7 @@ class OuterState:
 
     def take_in(self, new: Mapping[str, Tensor]) -> None:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
+        new = {name: parameter for name, parameter in new.items() if name not in self.shared}
         for name, parameter in new.items():
             if name in self._frozen:
                 # The workers have changed it since they were equal, and nothing must be lost.
@@ -138,11 +139,11 @@ class OuterState:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
-        ``copies``: memory for those of now, padded. Overwritten with what has no padding.
+        ``copies``: memory for those of now. Its tensors are replaced by views of them without padding.
         """
         found, extremes = self.local.memory(self.shared, self.device), list[Tensor]()
         for name, tensor in self.local.tensors():
-            start = self._starts[name] if name in self._starts else self._rounded(name, tensor)
+            start = self._starts[name] if name in self._starts else self.rounded(name, tensor)
             own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
             if gradient.shape != found[name].shape:
                 found[name].zero_()
@@ -170,7 +171,7 @@ class OuterState:
         if not copied or known(finite):
             return gradients, finite, copies
         for name, tensor in self.local.tensors():
-            theta, here = self._rounded(name, tensor), finite.to(tensor.device)
+            theta, here = self.rounded(name, tensor), finite.to(tensor.device)
             tensor.copy_(torch.where(here, copies[name], theta, out=copies[name]))
             if name in self._starts:
                 self._starts[name] = torch.where(here, self._starts[name], theta)
@@ -216,7 +217,7 @@ class OuterState:
             found = {name: saved["own_start"] for name, saved in parts.items() if "own_start" in saved}
             self._starts = {name: start.to(self.shared[name], copy=True) for name, start in found.items()}
 
-    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return θ as a local parameter has it."""
         shared = self.shared[name].detach()
         return shared.to(tensor.dtype).to(shared.dtype)

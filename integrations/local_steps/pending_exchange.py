@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import last
+from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.scheme import Average
@@ -27,6 +27,12 @@ class PendingExchange:
         gradients: {name: pseudo-gradient}, of which the exchange makes errors or means.
         finite: Whether this worker was finite, as a scalar on the device.
         begun: {name: local parameters when the exchange began}, with a delay.
+
+    Args:
+        meeting: Compares the workers; see ``Rounds``. It goes on when the exchange is advanced for the second time. By
+            then, all workers have started the same collectives, so that all may stop.
+        refused: Whether this worker has refused in the meeting. The others do not know yet, and wait for its messages.
+            So it sends zeros.
     """
 
     def __init__(
@@ -40,13 +46,12 @@ class PendingExchange:
         refused: bool,
     ) -> None:
         self._engine, self._undo, self._outer, self._meeting, self._refused = engine, undo, outer, meeting, refused
+        self.begun: Tensors = {}
         if refused:
-            # The others hear of it when the meeting ends, and wait for something until then.
-            begun: Tensors = {}
-            self.gradients, self.finite, self.begun = outer.no_gradients(), torch.ones((), dtype=torch.bool), begun
+            self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool)
         else:
             self.gradients, self.finite, self.begun = outer.begin(copied=delay > 0)
-        self._left = delay
+        self._delay = self._left = delay
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
         self._averages: list[tuple[Average, list[str]]] = []
@@ -61,12 +66,13 @@ class PendingExchange:
         finish = finish or self._left == 0
         # Without a fragment to start, advance those under way.
         fragments = self._waiting if finish else self._waiting[:1]
-        self._left, self._waiting = self._left - 1, self._waiting[len(fragments) :]
         try:
+            if self._left < self._delay:
+                self._hear()
+            self._left, self._waiting = self._left - 1, self._waiting[len(fragments) :]
             for names in fragments:
                 self._start(names)
             if finish:
-                last(self._meeting)
                 same = self._outer.unchanged()
                 verdict = self._engine.end_step()
                 # In one copy, since the host waits for it.
@@ -116,12 +122,18 @@ class PendingExchange:
 
     def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
-        if self._refused:
-            return
+        outer = self._outer
         # Again, since means may have been written over them.
-        gradients, _ = self._outer.pseudo_gradients(self.finite, self.begun)
+        gradients = outer.no_gradients() if self._refused else outer.pseudo_gradients(self.finite, self.begun)[0]
         # Where a sum was not finite, the average is NaN, and the engine has taken the gradient back itself.
         self._undo.subtract({name: gradients[name] for name, mean in self.gradients.items() if not mean.isnan().any()})
+
+    def _hear(self) -> None:
+        """Hear of the other workers. Parameters that were taken in since the beginning were equal to θ then."""
+        exhaust(self._meeting)
+        for name, tensor in self._outer.local.tensors() if self.begun else ():
+            if name not in self.begun:
+                self.begun[name] = self._outer.rounded(name, tensor).clone()
 
     def _start(self, names: list[str]) -> None:
         """Start averaging a fragment in place."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from powersgd_triton.comm.agreement import UNDER_WAY, Facts, compare, fingerprint, last, together
+from powersgd_triton.comm.agreement import UNDER_WAY, Facts, compare, exhaust, fingerprint, together
 from powersgd_triton.config import whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
@@ -50,8 +50,8 @@ class Rounds:
         # Number of steps when the last exchange was tried. If it has failed, the next one sends its changes.
         self._tried = steps - since
         self.pending: PendingExchange | None = None
-        # ``since`` and ``every`` as it began.
-        self._before = since, every
+        # ``since`` and ``every`` when the last exchange began, and whether it has counted.
+        self._before, self._counted = (since, every), False
 
     def length(self, steps: int) -> int:
         return length(self._every, steps)
@@ -82,10 +82,12 @@ class Rounds:
         self.advance(finish=True)
 
         def begin() -> PendingExchange:
-            # With a delay, a worker hears of the others at the end: it would wait for the slowest one now.
-            later = self._delay and self._quorums is None and not self._engine.communicator.others
+            # With a delay, a worker hears of the others one step later: now, it would wait for the slowest one. Not
+            # after an exchange that has failed, perhaps on this worker alone: the others may wait for its messages.
+            waits = self._quorums is not None or self._engine.communicator.others or not self._counted
+            later, self._counted = self._delay > 0 and not waits, False
             meeting = self._meeting(UNDER_WAY if later else "an exchange", begins=True)
-            every = next(meeting) if later else last(meeting)
+            every = next(meeting) if later else exhaust(meeting)
             pending = PendingExchange(self._engine, self._undo, self._outer, self._delay, meeting, refused=not every)
             self._before = self.since, self.every
             self.since, self.every = 0, every or self.every
@@ -115,7 +117,7 @@ class Rounds:
             if ended and pending.counts:
                 self._use(pending)
             if ended:
-                self.pending = None
+                self.pending, self._counted = None, pending.counts
             if ended and not pending.counts:
                 since, self.every = self._before
                 self.since += since
@@ -153,10 +155,10 @@ class Rounds:
 
     def meet(self, call: str, *, begins: bool = False) -> int:
         """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
-        return last(self._meeting(call, begins=begins))
+        return exhaust(self._meeting(call, begins=begins))
 
     def _meeting(self, call: str, *, begins: bool) -> Generator[int | None, None, int]:
-        """Do the same in two parts, as ``compare`` does. Yield what it returns, or None if this worker refuses."""
+        """Do what ``meet`` does, in the two parts of ``compare``. Yield its result, or None if this worker refuses."""
 
         def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
             new, step = self._outer.local.unfrozen(), self._engine.iteration
@@ -170,9 +172,9 @@ class Rounds:
             return (new, every), {"every": every, "steps": self.steps, **self._outer.settings()}, found
 
         comparison = compare(call, prepare, self._engine.communicator, self._outer.device)
-        own = next(comparison)
-        yield own and own[1]
-        new, every = last(comparison)
+        found_here = next(comparison)
+        yield None if found_here is None else found_here[1]
+        new, every = exhaust(comparison)
         self._outer.take_in(new)
         return every
 

@@ -148,7 +148,7 @@ class LocalSteps(Handle):
         Raises:
             RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
             ValueError, DisagreementError: What is exchanged has changed, or differs between workers. They stay as well.
-                With a delay, it may come when the exchange ends.
+                With a delay, it may come one step later.
         """
         self._rounds.step()
 

@@ -22,7 +22,7 @@ Facts = Mapping[str, Any]
 SHOWN, LONGEST = 3, 2000
 """Differences that an error lists for each worker, and characters of an exception that other workers are told."""
 WAITING, UNDER_WAY = "a step that waits for the others", "an exchange that is under way"
-"""What a worker does that has started other collectives before it hears of the others."""
+"""Calls of workers that have started other collectives, which others may not start if they do something else."""
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
 COMPUTED_BY = "computed by"
@@ -52,15 +52,15 @@ def together(
         DisagreementError: ``act`` raised another exception on other workers, or facts differ.
         RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
-    return last(compare(call, act, communicator, device))
+    return exhaust(compare(call, act, communicator, device))
 
 
 def compare(
     call: str, act: Callable[[], tuple[T, Facts, Facts]], communicator: Communicator, device: torch.device | None = None
 ) -> Generator[T | None, None, T]:
-    """Do the same in two parts. What is done between them does not wait for the other workers.
+    """Do what ``together`` does in two parts, so that a worker need not wait for the others in between.
 
-    It yields once: the result of ``act``, or None if that has raised an exception. Then it returns it, or raises.
+    The first part ends with a yield of the result of ``act``, or of None if that raised an exception.
     """
     result: T | None = None
     own: Exception | None = None
@@ -80,7 +80,7 @@ def compare(
             comparison = _compared(common, replicated, communicator, device)
             next(comparison)
             yield result
-            difference = last(comparison)
+            difference = exhaust(comparison)
         except RuntimeError as error:
             lost = f"{call} is collective, but this worker could not reach all others; do all workers take part?"
             raise own or RuntimeError(f"{lost} ({error})") from error
@@ -93,7 +93,7 @@ def compare(
         del own, difference
 
 
-def last(run: Generator[Any, None, T]) -> T:
+def exhaust(run: Generator[Any, None, T]) -> T:
     """Run a generator to its end. Return what it returns."""
     while True:
         try:
@@ -126,7 +126,7 @@ def _announce(call: str, communicator: Communicator, device: torch.device | None
 def _compared(
     common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None
 ) -> Generator[None, None, Exception | None]:
-    """Yield when a message is under way."""
+    """Return an error if facts differ. Yield after each message has left."""
     if not communicator.others:
         return (yield from _difference({**common, **replicated}, [communicator], device))
     inside = yield from _difference(replicated, [communicator], device)
@@ -174,6 +174,7 @@ def _difference(
     doing = {facts[CALL] for facts in found.values()}
     for each in communicators:
         if each.control is not None:
+            # All that have an exchange under way have started the same.
             each.control.broken |= WAITING in doing or (UNDER_WAY in doing and len(doing) > 1)
     kinds: dict[str, list[str]] = {}
     for worker, facts in found.items():

@@ -170,8 +170,8 @@ class Communicator:
         if self.world_size == 1:
             return lambda: tensor.unsqueeze(0)
         if self.control is not None:
-            ended = self.control.start_gather(tensor.cpu())
-            return lambda: torch.stack(ended())
+            gather = self.control.start_gather(tensor.cpu())
+            return lambda: torch.stack(gather())
         sent = tensor.to(travel_device(self.group, device))
         gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
         work: Work = dist.all_gather(gathered, sent, group=self.group, async_op=True)

@@ -1,11 +1,11 @@
 // Local steps on the CPU: what ops/local_steps.py defines. One pass over a parameter, where operations of torch take
-// three. Pointers may be NULL where it says so.
+// three. All arrays have numel elements, and do not overlap.
 
 #include <stddef.h>
 
 #include "common.h"
 
-// The greatest magnitude of what is written to out, as its bits, among which those of NaN are the greatest.
+// The greatest magnitude of out, as its bits, among which those of NaN are the greatest.
 CLONES static int32_t subtract(const float *start, const float *own, float *restrict out, float *restrict copy, int64_t n) {
     int32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -28,7 +28,7 @@ CLONES static void go_on(float *restrict own, const float *shared, const float *
 
 #define AT(pointer) ((pointer) ? (pointer) + first : NULL)
 
-// copy: or NULL.
+// out = start - own, copy = own, largest = the greatest magnitude of out. copy may be NULL.
 void powersgd_subtract(const float *start, const float *own, float *out, float *copy, float *largest, int64_t numel,
                        int32_t threads) {
     int32_t most = 0;
@@ -42,7 +42,7 @@ void powersgd_subtract(const float *start, const float *own, float *out, float *
     *largest = number((uint32_t)most);
 }
 
-// begun, error: or NULL.
+// own = own - begun + shared - keep * error. If begun is NULL, own - begun is left out. error may be NULL, too.
 void powersgd_go_on(float *own, const float *shared, const float *begun, const float *error, float keep, int64_t numel,
                     int32_t threads) {
     const int64_t parts = numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;

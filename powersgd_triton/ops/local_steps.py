@@ -18,7 +18,7 @@ def subtract(start: Tensor, own: Tensor, *, out: Tensor, copy: Tensor | None = N
     """
     code = _library(start, own, out, copy)
     if code is not None:
-        largest = torch.empty(())
+        largest = torch.empty((), dtype=torch.float32)
         pointers = (None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (start, own, out, copy, largest))
         code.powersgd_subtract(*pointers, ctypes.c_int64(out.numel()), torch.get_num_threads())
         return [largest]
@@ -33,11 +33,12 @@ def subtract(start: Tensor, own: Tensor, *, out: Tensor, copy: Tensor | None = N
 
 
 def go_on(own: Tensor, shared: Tensor, begun: Tensor | None, error: Tensor | None, keep: float) -> Tensor:
-    """Return shared − keep · error + own − begun. If ``own`` has the dtype of ``shared``, this overwrites it.
+    """Return own − begun + shared − keep · error. If ``own`` has the dtype of ``shared``, this overwrites it.
 
-    None counts as no difference. All have the same shape, and all but ``own`` and the error the same dtype.
+    Without ``begun``, return shared − keep · error, and without an error, leave that out. All have the same shape, and
+    ``shared`` and ``begun`` the same dtype.
     """
-    code = None if begun is None is error else _library(own, shared, begun, error)
+    code = None if begun is None and error is None else _library(own, shared, begun, error)
     if code is not None:
         pointers = (None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (own, shared, begun, error))
         numbers = ctypes.c_float(keep), ctypes.c_int64(own.numel()), torch.get_num_threads()
@@ -51,6 +52,7 @@ def go_on(own: Tensor, shared: Tensor, begun: Tensor | None, error: Tensor | Non
 
 
 def _library(*tensors: Tensor | None) -> ctypes.CDLL | None:
-    """Return the library in C if it takes these tensors."""
-    takes = all(x.dtype == torch.float32 and on_host(x) and x.is_contiguous() for x in tensors if x is not None)
-    return library() if takes else None
+    """Return the library in C if it takes these tensors. Torch says what is wrong with those of different shapes."""
+    given = [x for x in tensors if x is not None]
+    takes = all(x.dtype == torch.float32 and on_host(x) and x.is_contiguous() for x in given)
+    return library() if takes and len({x.shape for x in given}) == 1 else None

@@ -41,6 +41,12 @@ def test_subtract(shape: tuple[int, ...]):
         spoiled = own.clone()
         spoiled.view(-1)[place] = value
         assert not torch.stack(subtract(start, spoiled, out=out)).isfinite().all(), (place, value)
+    torch.set_default_dtype(torch.float64)
+    try:
+        extremes = subtract(start, own * torch.nan, out=out)
+        assert not own.numel() or not torch.stack(extremes).isfinite().any()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -69,3 +75,5 @@ def test_other_dtypes_and_strides(way: str):
         assert torch.equal(out, shared - own)
         assert torch.equal(begun, own)
     assert (local_steps._library(shared, own) is None) == (way == "torch")
+    with pytest.raises(RuntimeError, match="size"):
+        go_on(torch.zeros(9, 4), shared, begun, error, KEEP)

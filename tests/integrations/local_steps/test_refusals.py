@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,12 +20,14 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm import communicator
 from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from tests.support.distributed import make_test, on_workers
 from tests.support.local_steps import (
     LOST,
     NESTEROV,
     TERNARY,
     InFSDP2,
+    Net,
     Training,
     batch,
     flat,
@@ -117,9 +120,9 @@ def refuses_later(worker: int, _world_size: int) -> None:
 
 
 def refuses_at_the_end(worker: int, _world_size: int) -> None:
-    """With a delay, all hear of it when the exchange ends. Until then no worker waits for one that is late."""
+    """With a delay, all hear of it one step later. Until then no worker waits for one that is late."""
     training = Training(worker, "ternary", EVERY, optimizer=torch.optim.Adam, share=True, delay=1)
-    training.train(1)
+    training.train(EVERY + 1)
     for index in range(8):
         training.train(EVERY - 2)
         pattern, change = list(changes_of(training).items())[index]
@@ -135,16 +138,45 @@ def refuses_at_the_end(worker: int, _world_size: int) -> None:
     training.finish()
 
 
+def fails_alone(worker: int, _world_size: int) -> None:
+    """One worker cannot begin an exchange with a delay, and the other one has: both hear of it in the next step."""
+    training = Training(worker, every=EVERY, delay=1, group=dist.new_group())
+    training.train(2 * EVERY - 1)
+    before = theta(training.sync)
+    lacks = mock.patch.object(OuterState, "begin", side_effect=MemoryError("injected"))
+    assert ("injected" in complaint(training.train, 1, None if worker else lacks)) == (worker == 0)
+    assert "worker 1 is in a step that waits for the others and worker 0 in an exchange" in complaint(training.train, 1)
+    assert torch.equal(theta(training.sync), before)
+
+
+def takes_in_later(worker: int, _world_size: int) -> None:
+    """A parameter is unfrozen, and taken in once while an exchange is under way. Its changes stay if that fails."""
+    for delay in (1, 2):
+        net = Net(0)
+        training = Training(worker, "exact", EVERY, net=net, delay=delay)
+        training.train(EVERY + delay)
+        net.frozen.requires_grad_(True)
+        training.unfreeze(net.frozen.parameters())
+        training.train(EVERY - delay)
+        assert "expected a saved state" in complaint(training.sync.load_state_dict, {"injected": 0})
+        with mock.patch.object(training.sync.outer, "step", side_effect=ValueError("injected")):
+            said = [complaint(training.train, 1) for _ in range(delay)]
+        assert "injected" in said[-1], said
+        training.train(1)
+        training.finish()
+        assert len(training.sync.outer.param_groups[0]["params"]) == len(training.sync.shared())
+
+
 def one_is_alone(worker: int, _world_size: int) -> None:
     """One worker saves while the other one's exchange is under way: both hear of it, and of what to do."""
-    training = Training(worker, every=EVERY, delay=1)
+    training = Training(worker, every=EVERY, delay=1, group=dist.new_group())
     training.train(2 * EVERY - 1)
     said = complaint(training.sync.state_dict if worker else functools.partial(training.train, 2))
     assert "worker 1 is in state_dict and worker 0 in an exchange that is under way: all workers must call it" in said
-    assert "interrupted an earlier step of this process group: make a new group" in complaint(training.train, EVERY)
+    assert "make a new group" in complaint(training.sync._engine.communicator.all_reduce, torch.ones(1))
 
 
-test_two_workers = make_test([refuses, refuses_later, refuses_at_the_end, one_is_alone], 2)
+test_two_workers = make_test([refuses, refuses_later, refuses_at_the_end, fails_alone, takes_in_later, one_is_alone], 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 
 
@@ -195,6 +227,14 @@ def test_two_levels_and_shards(worker: int, world_size: int, stride: int) -> Non
     training.finish()
     training = Training(worker, "ternary", ROUND, node_group=mesh)
     training.train(2 * ROUND)
+    training.finish()
+    # With a delay, a worker that refuses has rows of its node's sum, which has the changes of others.
+    training = Training(worker, "rank", 2 * ROUND, node_group=mesh, delay=2)
+    training.train(4 * ROUND - 1)
+    kept = owed(training.sync)
+    training.train(1, changes_of(training)["every must be at least 1; got 0"] if worker == 0 else None)
+    assert "got 0" in complaint(training.train, 2)
+    assert float(mean(kept - owed(training.sync)).abs().max()) < LOST
     training.finish()
     # The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again.
     for config in ("ternary", "rank"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.agreement import last
+from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
@@ -83,7 +83,7 @@ def reads_once(worker: int, _world_size: int) -> None:
             def on_host_too(*arguments: Any, meeting: Any = meeting, **options: Any) -> Any:
                 run = meeting(*arguments, **options)
                 yield on_host(next, run)
-                return on_host(last, run)
+                return on_host(exhaust, run)
 
             copies = mock.Mock(side_effect=tolist)
             with (
