@@ -14,22 +14,16 @@ from torch import Tensor
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.clock import PROJECT
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import gradients, same_bits, step
-from tests.support.streams import FakeStream, Network, StreamMachine, Timed, stream_machine
+from tests.support.streams import BUCKETS, SHAPES, FakeStream, Network, StreamMachine, Timed, begin, stream_machine
 from tests.support.thinned import slow
 
-SHAPES: dict[str, tuple[int, ...]] = {
-    "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
-}  # fmt: skip
-BUCKETS = [["a", "bias"], ["b"], ["c", "scale"], ["d"]]
 REBUILT = [["d", "scale"], ["c", "b"], ["bias", "a"]]
 FIELDS: dict[str, dict[str, Any]] = {
     "standard": {},
@@ -42,10 +36,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 CPU = torch.device("cpu")
 TIMES = {"project": 45.0, "backproject": 65.0, "commit": 10.0, "reconstruct": 20.0}
 """Of a bucket of 27 MB on a fast GPU, about, in µs."""
-
-
-def begin(engine: Engine, names: Sequence[str], device: torch.device, last: bool | None) -> BucketState:
-    return engine.begin(tuple(names), lambda: {name: SHAPES[name] for name in names}, device, last=last)
 
 
 class Training:

@@ -13,8 +13,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
-from tests.core.test_overlap import BUCKETS, SHAPES, begin
 from tests.support.checks import everything, gradients, same_bits
+from tests.support.streams import BUCKETS, SHAPES, begin
 
 pytestmark = [
     pytest.mark.gpu,

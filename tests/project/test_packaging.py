@@ -44,10 +44,8 @@ def test_sdist_and_wheel_hold_the_package_and_nothing_else(tmp_path: Path):
         names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
-    } | {
-        f"powersgd_triton/ops/{name}"
-        for name in ("bases.c", "common.h", "factors.c", "host.c", "panels.c", "products.c", "products.h")
-    }
+    } | {f"powersgd_triton/ops/{name}.c" for name in ("bases", "factors", "host", "local_steps", "panels", "products")}
+    expected |= {"powersgd_triton/ops/common.h", "powersgd_triton/ops/products.h"}
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
     target = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,8 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from powersgd_triton.core import engine, streams
+from powersgd_triton.core.buckets import BucketState
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener, Task, watched
 from powersgd_triton.planning.trial import StandIn
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
+}  # fmt: skip
+BUCKETS = [["a", "bias"], ["b"], ["c", "scale"], ["d"]]
+"""The tensors of a model, and those of its buckets."""
+
+
+def begin(engine: Engine, names: Sequence[str], device: torch.device, last: bool | None) -> BucketState:
+    return engine.begin(tuple(names), lambda: {name: SHAPES[name] for name in names}, device, last=last)
 
 
 class FakeStream:
