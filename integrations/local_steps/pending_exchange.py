@@ -131,7 +131,8 @@ class PendingExchange:
     def _hear(self) -> None:
         """Hear of the other workers. Parameters that were taken in since the beginning were equal to θ then."""
         exhaust(self._meeting)
-        for name, tensor in self._outer.local.tensors() if self.begun else ():
+        # Listing a model's parameters takes time, and this is called in every step of a delay.
+        for name, tensor in self._outer.local.tensors() if 0 < len(self.begun) < len(self._outer.shared) else ():
             if name not in self.begun:
                 self.begun[name] = self._outer.rounded(name, tensor).clone()
 
