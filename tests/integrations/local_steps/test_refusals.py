@@ -138,6 +138,17 @@ def refuses_at_the_end(worker: int, _world_size: int) -> None:
     training.finish()
 
 
+def refuses_between_fragments(worker: int, _world_size: int) -> None:
+    """Rounds would have different lengths, so that workers would start different fragments before they hear of it."""
+    training = Training(worker, "rank", EVERY, delay=3)
+    training.train(2 * EVERY - 1)
+    differs = mock.patch.object(training.sync._rounds, "_every", 1)
+    training.train(1, differs if worker == 0 else None)
+    assert "every: 4 instead of 1" in complaint(training.train, 1)
+    training.train(EVERY)
+    training.finish()
+
+
 def fails_alone(worker: int, _world_size: int) -> None:
     """One worker cannot begin an exchange with a delay, and the other one has: both hear of it in the next step."""
     training = Training(worker, every=EVERY, delay=1, group=dist.new_group())
@@ -176,7 +187,13 @@ def one_is_alone(worker: int, _world_size: int) -> None:
     assert "make a new group" in complaint(training.sync._engine.communicator.all_reduce, torch.ones(1))
 
 
-test_two_workers = make_test([refuses, refuses_later, refuses_at_the_end, fails_alone, takes_in_later, one_is_alone], 2)
+test_two_workers = make_test(
+    [
+        *(refuses, refuses_later, refuses_at_the_end, refuses_between_fragments),
+        *(fails_alone, takes_in_later, one_is_alone),
+    ],
+    2,
+)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 
 
