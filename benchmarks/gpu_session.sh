@@ -6,7 +6,7 @@
 # Parts, the first six by default, with their limits:
 #   doctor    python -m powersgd_triton doctor
 #   first     one hook step: compared with plain torch, and timed beside torch's hook
-#   tests     the correctness tests on the device. They compile some 287 kernels: five minutes without a cache
+#   tests     the correctness tests on the device. They compile some 287 kernels: in parallel, with pytest-xdist
 #   bench     the benchmarks: NAME.json, NAME.md, NAME.png
 #   trace     where a step's time goes on the device
 #   sanitize  the tests of orthogonalization with the sanitizers that this version of Triton has
@@ -67,13 +67,6 @@ run() {
   return "$status"
 }
 
-# Options that leave out test modules which need packages that are not installed, also through tests/support.
-ignore_what_cannot_be_imported() {
-  "$PYTHON" -m pytest tests --collect-only -q -p no:cacheprovider 2>/dev/null | awk '
-    / ERROR collecting / { file = $4 }
-    /^E +ModuleNotFoundError: No module named .(hypothesis|sklearn|deepspeed)/ { print "--ignore=" file }'
-}
-
 pytest=("$PYTHON" -m pytest -q -p no:cacheprovider)
 failed=0
 for part in "${parts[@]}"; do
@@ -84,9 +77,9 @@ for part in "${parts[@]}"; do
         -k "gpt2-124M and r4 and fp32 and not reference or tiny" --record "$NAME-first"
       ;;
     tests)
-      left_out=()
-      [[ -n $show ]] || mapfile -t left_out < <(ignore_what_cannot_be_imported)
-      run tests "${limits[tests]}" "${pytest[@]}" tests -m gpu --continue-on-collection-errors "${left_out[@]}"
+      parallel=()
+      ! "$PYTHON" -c "import xdist" 2>/dev/null || parallel=(-n auto)
+      run tests "${limits[tests]}" "${pytest[@]}" tests/kernels tests/ops tests/core -m gpu "${parallel[@]}"
       status=$?
       case $status in
         0) tests=passed ;;

@@ -32,6 +32,7 @@ def tables(machine: Row, rows: Sequence[Row]) -> str:
     for title, text, table in (
         ("Hook step", STEP_NOTE, _steps(rows)),
         ("Launches of one hook step", LAUNCHES_NOTE, _launches(rows)),
+        ("Options", OPTIONS_NOTE, _options(rows)),
         ("Messages and kernels", OVERLAP_NOTE, _overlaps(rows)),
         ("One bucket", BUCKET_NOTE, _bucket(rows)),
         ("Kernels", KERNEL_NOTE, _kernels(rows)),
@@ -51,6 +52,8 @@ one step."""
 
 LAUNCHES_NOTE = """Kernels, copies and fills on the device by the profiler, and how often the host waited for it.
 Busy is the share of the time from the first to the last in which something ran."""
+
+OPTIONS_NOTE = """Hook steps as above, all gradients in one bucket. Copies: times the milliseconds of a plain copy."""
 
 OVERLAP_NOTE = """A step of all of DDP's buckets. Each bucket's backward pass and each message are kernels that only
 wait, for the given milliseconds. At least: the time of the backward pass and the last bucket's messages, or of all
@@ -147,6 +150,19 @@ def _launches(rows: Sequence[Row]) -> str:
     ]
     header = ["gradients", "rank", "provider", "launches", "waits of the host", "torch's sync check raises"]
     return _markdown([*header, "busy", "ms"], lines)
+
+
+def _options(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            *(row["gradients"], row["dtype"], row["provider"], row["synchronizes"] or "no"),
+            *(_number(row[key]) for key in ("device_ms", "device_iqr_ms", "host_ms")),
+            _number(ratio(1.0, row["share_of_copy"])),
+        ]
+        for row in find(rows, "option")
+    ]
+    header = ["gradients", "dtype", "option", "torch's sync check raises", "ms", "IQR", "host ms", "copies"]
+    return _markdown(header, lines)
 
 
 def _overlaps(rows: Sequence[Row]) -> str:
