@@ -228,9 +228,12 @@ class Engine:
             if stays_open and self.buckets.device is not None:
                 # So that the others hear of it.
                 self.step.verdict(self.buckets.device)
-            self.step.void(stays_open=stays_open, captured=self._capture.undo())
+            captured = self._capture.undo()
+            self.step.void(stays_open=stays_open, captured=captured)
             self.residuals.whole.settle(self.step)
-        self.buckets.release()
+        if not captured:
+            # Nothing has run else, and while a graph is captured, no pinned memory may be freed.
+            self.buckets.release()
 
     def connect(self, communicator: Communicator) -> None:
         """Average with other workers from the next step on. They are compared before that step."""

@@ -16,13 +16,17 @@ KEPT = tl.constexpr(-(1 << 13))
 HALF = tl.constexpr(1 << 12)
 """Half of the last of these bits."""
 
+UP = tl.constexpr(2.0**-11 / 1.5)
+"""About half of that bit of a number between 1 and 2: its product with such a number is from 2/3 to 4/3 of it."""
+
 
 @triton.jit
 def _split(x):
-    """x as the sum of a tf32 value and a rest, both rounded to nearest. Tensor cores ignore the rest's other bits."""
+    """x as the sum of a tf32 value and a rest. Tensor cores ignore the rest's other bits, as if it were rounded."""
     large = ((x.to(tl.int32, bitcast=True) + HALF) & KEPT).to(tl.float32, bitcast=True)
     rest = x - large
-    return large, (rest.to(tl.int32, bitcast=True) + HALF).to(tl.float32, bitcast=True)
+    # HALF would make 0 of NaN, whose bits are all 1 on a GPU. It has done so above, but not here.
+    return large, tl.fma(rest, UP, rest)
 
 
 @triton.jit

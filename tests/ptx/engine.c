@@ -83,7 +83,8 @@ const char *names[] = {VALUES(TEXT) ACTIONS(TEXT)};
 int number_of_names(void) { return OPERATIONS; }
 
 static float single(u64 x) { u32 v = (u32)x; float f; memcpy(&f, &v, 4); return f; }
-static u64 of_single(float f) { u32 v; memcpy(&v, &f, 4); return v; }
+/* GPUs make only this NaN of fp32. */
+static u64 of_single(float f) { u32 v; memcpy(&v, &f, 4); return f == f ? v : 0x7fffffff; }
 static double real(u64 x) { double f; memcpy(&f, &x, 8); return f; }
 static u64 of_real(double f) { u64 v; memcpy(&v, &f, 8); return v; }
 static float half(u64 x) { u16 v = (u16)x; _Float16 h; memcpy(&h, &v, 2); return (float)h; }

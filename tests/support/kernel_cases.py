@@ -210,12 +210,12 @@ def uniform(rank: int) -> list[Shape]:
 def rounding(terms: int, device: torch.device) -> float:
     """γ of a sum of so many products of fp32 values.
 
-    On a GPU each factor of a product is split into two tf32 values, which leaves 2⁻²² of it, and the product of the
-    smaller halves is dropped: 3 · 2⁻²². Then three sums are accumulated, and tensor cores truncate.
+    On a GPU each factor of a product is split into two tf32 values, which leaves 4/3 · 2⁻²² of it, and the product of
+    the smaller halves is dropped: 11/3 · 2⁻²². Then three sums are accumulated, and tensor cores truncate.
     """
     if INTERPRETED:
         return terms * 2.0**-24 / (1 - terms * 2.0**-24)
-    return 3 * terms * 2.0**-23 / (1 - 3 * terms * 2.0**-23) + 3 * 2.0**-22
+    return 3 * terms * 2.0**-23 / (1 - 3 * terms * 2.0**-23) + 11 / 3 * 2.0**-22
 
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
