@@ -1,4 +1,7 @@
-"""Hook steps with options on a GPU: whether the host waits for the device, the device's time and the host's."""
+"""Hook steps with options on a GPU: whether the host waits for the device, the device's time and the host's.
+
+One worker stands for two: it receives what it has sent.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from benchmarks.results_file import Results
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock, no_synchronization
 from powersgd_triton.integrations import ddp
+from powersgd_triton.planning.trial import StandIn
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +56,7 @@ def test_option(benchmark: Any, name: str, clock: Clock, results: Results, pytes
         module = torch.nn.ParameterList(bucket.gradients())
         bucket.parameters = lambda: list(module)  # type: ignore[method-assign]
         state = ddp.PowerSGDState(None, start_iter=0, module=module, **option.keywords)
+        state._engine.connect(StandIn())
         if option.telemetry:
             state.telemetry(every=1)
 

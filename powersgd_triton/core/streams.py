@@ -38,14 +38,22 @@ class Streams:
                 caller = torch.cuda.current_stream(device)
                 if device not in self._own:
                     self._own[device] = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-                own = self._own[device]
+                own, is_current = self._own[device], torch.cuda.current_device() == device.index
+                if own == caller and is_current:
+                    # Within another block.
+                    continue
                 if own != caller and wait:
                     own.wait_stream(caller)
                 if own != caller and join:
                     # When the block is left.
                     stack.callback(caller.wait_stream, own)
-                # Also makes the device the current one, on which Triton launches kernels.
-                stack.enter_context(torch.cuda.stream(own))
+                if is_current:
+                    # A tenth of the time that the context takes.
+                    torch.cuda.set_stream(own)
+                    stack.callback(torch.cuda.set_stream, caller)
+                else:
+                    # Also makes the device the current one, on which Triton launches kernels.
+                    stack.enter_context(torch.cuda.stream(own))
             yield
 
     def everywhere(self) -> contextlib.AbstractContextManager[object]:

@@ -16,6 +16,7 @@ from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.layout.sparse_format import SparseFormat
 from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.backends import difference_codec
+from powersgd_triton.ops.reference import note_overflow
 
 Shards = list[list[slice]]
 """The elements of a bucket whose averages each worker needs."""
@@ -101,7 +102,7 @@ class Messages:
             bits = content[:, : _format(self.config).checked_bytes(self.each)].view(torch.int16)
             difference_codec(self.config, content.device, torch.float32).note_infinite(bits, verdict)
         else:
-            verdict.mul_(content.isfinite().all())
+            note_overflow(content, verdict)
 
     def write(self, out: Tensor) -> Tensor:
         """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""

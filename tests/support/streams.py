@@ -91,6 +91,9 @@ class StreamMachine(TorchDispatchMode):
     def stream(self, device: Any = None) -> FakeStream:  # noqa: ARG002
         return self.current
 
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current = stream
+
     def create(self, device: Any = None, priority: int = 0) -> FakeStream:
         self.made.append(FakeStream(device, priority))
         return self.made[-1]
@@ -219,7 +222,9 @@ def stream_machine(*, own: bool = True) -> Iterator[StreamMachine]:
         mock.patch.object(engine, "has_streams", return_value=own),
         mock.patch.object(torch.cuda, "Stream", machine.create),
         mock.patch.object(torch.cuda, "current_stream", machine.stream),
-        mock.patch.object(torch.cuda, "stream", machine.on),
+        # That of CPU tensors has no index.
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(torch.cuda, "set_stream", machine.set_stream),
         mock.patch.object(torch.futures.Future, "set_result", noted),
         machine,
     ):
