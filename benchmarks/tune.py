@@ -70,7 +70,7 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
             dataclasses.replace(
                 launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages, registers=(registers, registers)
             )
-            for registers, (rows, columns), warps, stages in itertools.product(limits, shapes, (4, 8), (1, 2, 3))
+            for registers, (rows, columns), warps, stages in itertools.product(limits, shapes, (2, 4, 8), (1, 2, 3))
         ]
 
     def blocks(launch: Launch) -> list[Launch]:

@@ -142,14 +142,41 @@ def _table(
     }
 
 
+def _measured(table: dict[int, Configuration], found: dict[int, dict[str, dict[str, Any]]]) -> dict[int, Configuration]:
+    """Replace values of launches by what ``benchmarks/tune.py`` has found to be faster."""
+    return {
+        bound: dataclasses.replace(
+            each, **{name: dataclasses.replace(getattr(each, name), **values) for name, values in found[bound].items()}
+        )
+        for bound, each in table.items()
+    }
+
+
 # With Triton 3.9, nothing is spilled but a few bytes on sm_89 with 16-bit gradients (benchmarks/kernel_report.py).
 # Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
 # be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
 # splits each fp32 value into two of tf32 and is nearly as exact as fp32.
+_NARROW: dict[str, dict[str, Any]] = {
+    "compensate_project": {"rows": 32, "columns": 32, "num_warps": 4, "registers": (128, None)},
+    "backproject": {"rows": 32, "num_stages": 4},
+    "reconstruct": {"rows": 32, "columns": 64, "num_warps": 4, "num_stages": 1},
+}
+H100: dict[int, dict[str, dict[str, Any]]] = {
+    8: _NARROW,
+    16: _NARROW,
+    32: {
+        "compensate_project": {"columns": 32, "num_stages": 2},
+        "reconstruct": {"columns": 64, "num_warps": 4, "num_stages": 1},
+    },
+    256: {"compensate_project": {"columns": 32}, "backproject": {"num_stages": 3}, "reconstruct": {"columns": 64}},
+}
+"""Of GPT-2's and Llama's gradients in fp32, with Triton 3.6. Tiles of 128 bytes and more in a row use the memory better
+than high ones of 64 bytes, with which compensate_project took up to 1.5 times as long."""
+
 TABLES = {
     "sm_80": _table("tf32x3", (3, 2), registers=168, left_registers=128),
     "sm_89": _table("tf32x3", (3, 3), gram_warps=(2, 4, 4)),
-    "sm_90": _table("tf32x3", (3, 3), registers=168),
+    "sm_90": _measured(_table("tf32x3", (3, 3), registers=168), H100),
     "sm_100": _table("tf32x3", (4, 3), registers=168, left_registers=168, written=(128, None)),
     "sm_120": _table("tf32x3", (3, 3)),
     "gfx942": _table("ieee", (1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1), written=(None, None)),

@@ -238,7 +238,9 @@ def test_distances_are_kept_and_follow_tensors_that_move(device: torch.device):
 
 # Programs of one launch end together on GPUs of any number of multiprocessors, and parts add little traffic ---------
 
-MULTIPROCESSORS = (108, 132, 144, 148)
+MULTIPROCESSORS = {108: "sm_80", 132: "sm_90", 148: "sm_100"}
+"""Numbers of multiprocessors: an A100's, an H100's and a B200's."""
+
 LEAST_BUSY = {6: 0.9, 3: 0.85}
 """Share of the time, if all sums in as many parts as they may have make so many programs for each multiprocessor."""
 
@@ -259,27 +261,26 @@ def matrices(name: str, rank: int) -> list[list[tuple[int, int, int]]]:
 @pytest.mark.parametrize("rank", [4, 16, 32])
 @pytest.mark.parametrize("model", ["gpt2", "resnet-50", "vit-l-16", "llama"])
 def test_programs_fill_whole_waves(model: str, rank: int, rows: bool):
-    configuration = select_configuration("sm_90", rank)
-    launch = configuration.compensate_project if rows else configuration.backproject
     checked = 0
-    for bucket in matrices(model, rank):
+    for bucket, (multiprocessors, arch) in itertools.product(matrices(model, rank), MULTIPROCESSORS.items()):
+        configuration = select_configuration(arch, rank)
+        launch = configuration.reconstruct if rows else configuration.backproject
         # What is split where programs walk along rows or columns, and the block in which they walk.
         if rows:
             split, block = [(math.ceil(n / launch.rows), m, r) for n, m, r in bucket], launch.columns
         else:
             split, block = [(math.ceil(m / launch.columns), n, r) for n, m, r in bucket], launch.rows
         most = sum(tiles * max(1, size // max(block, 16 * r)) for tiles, size, r in split)
-        for multiprocessors in MULTIPROCESSORS:
-            programs: Counter[int] = Counter()
-            for (tiles, size, r), length in zip(split, part_lengths(split, block, multiprocessors), strict=True):
-                lengths = [end - start for start, end, _ in parts(size, length)]
-                assert sum(lengths) == size
-                assert len(lengths) == 1 or 2 * len(lengths) * r / size <= MOST_TRAFFIC
-                for length in lengths:
-                    programs[math.ceil(length / block)] += tiles
-            enough = [least for programs_each, least in LEAST_BUSY.items() if most >= programs_each * multiprocessors]
-            checked += bool(enough)
-            assert busy_share(programs, multiprocessors) >= max(enough, default=0), (bucket, multiprocessors)
+        programs: Counter[int] = Counter()
+        for (tiles, size, r), length in zip(split, part_lengths(split, block, multiprocessors), strict=True):
+            lengths = [end - start for start, end, _ in parts(size, length)]
+            assert sum(lengths) == size
+            assert len(lengths) == 1 or 2 * len(lengths) * r / size <= MOST_TRAFFIC
+            for length in lengths:
+                programs[math.ceil(length / block)] += tiles
+        enough = [least for programs_each, least in LEAST_BUSY.items() if most >= programs_each * multiprocessors]
+        checked += bool(enough)
+        assert busy_share(programs, multiprocessors) >= max(enough, default=0), (bucket, multiprocessors)
     assert checked
 
 
