@@ -64,8 +64,7 @@ class Engine:
         self.residuals = Residuals(self.plan)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
         self._capture = Capture(self.residuals, self.step)
-        self.listeners: list[Listener] = []
-        self.begun: list[Layout] = []
+        self.listeners, self.begun = list[Listener](), list[Layout]()
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
 
     @property
@@ -226,13 +225,11 @@ class Engine:
         with self.residuals.streams.everywhere():
             stays_open &= bool(self.step.keys)
             if stays_open and self.buckets.device is not None:
-                # So that the others hear of it.
-                self.step.verdict(self.buckets.device)
-            captured = self._capture.undo()
-            self.step.void(stays_open=stays_open, captured=captured)
+                self.step.verdict(self.buckets.device)  # so that the others hear of it
+            self.step.void(stays_open=stays_open, captured=(captured := self._capture.undo()))
             self.residuals.whole.settle(self.step)
+        # A captured step has run nothing, and no pinned memory may be freed while a graph is captured.
         if not captured:
-            # Nothing has run else, and while a graph is captured, no pinned memory may be freed.
             self.buckets.release()
 
     def connect(self, communicator: Communicator) -> None:
