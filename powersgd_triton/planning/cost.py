@@ -26,10 +26,11 @@ COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
 WIDTHS = ("int4", "float32")
 FORMATS = ("bf16", "int8", "int4")
 """Formats of quantized gradients, from the least loss on."""
-GPUS = {"h100": (122e-6, 139e-6, 334e-6), "a100": (154e-6, 176e-6, 456e-6), "rtx4090": (246e-6, 301e-6, 701e-6)}
-"""Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
-QUANTIZING = {"h100": 44e-6, "a100": 62e-6, "rtx4090": 104e-6}
-"""The same for int8, of one of two workers, by ``benchmarks/kernel_report.py --bucket --quantize int8``."""
+GPUS = {"h100": (166e-6, 188e-6, 711e-6), "a100": (209e-6, 238e-6, 970e-6), "rtx4090": (335e-6, 407e-6, 1490e-6)}
+"""Seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``. The H100's are measured (``benchmarks/results/h100.md``).
+The others are what ``benchmarks/kernel_report.py --bucket`` predicts, times what an H100 takes longer than predicted."""
+QUANTIZING = {"h100": 60e-6, "a100": 85e-6, "rtx4090": 142e-6}
+"""The same for int8, of one of two workers."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""
@@ -106,7 +107,7 @@ class ComputeTime:
 
 
 def predicted_compute(gpu: str, tensors: Tensors, config: PowerSGDConfig) -> ComputeTime:
-    """Return the compute that is predicted for a GPU, one of ``GPUS``. None has been compared with a GPU yet."""
+    """Return the compute that is expected of a GPU, one of ``GPUS``."""
     numel = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
     bucket = GPUS[gpu] if config.quantize is None else (QUANTIZING[gpu],) * len(RANKS)
     return ComputeTime(tuple(seconds * numel / GPU_NUMEL for seconds in bucket))
