@@ -28,7 +28,7 @@ FORMATS = ("bf16", "int8", "int4")
 """Formats of quantized gradients, from the least loss on."""
 GPUS = {"h100": (166e-6, 188e-6, 711e-6), "a100": (209e-6, 238e-6, 970e-6), "rtx4090": (335e-6, 407e-6, 1490e-6)}
 """Seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``. The H100's are measured (``benchmarks/results/h100.md``).
-The others are what ``benchmarks/kernel_report.py --bucket`` predicts, times what an H100 takes longer than predicted."""
+The others are what ``benchmarks/kernel_report.py --bucket`` predicts, times the ratio of both on an H100."""
 QUANTIZING = {"h100": 60e-6, "a100": 85e-6, "rtx4090": 142e-6}
 """The same for int8, of one of two workers."""
 GPU_NUMEL = 7_077_888
