@@ -12,7 +12,6 @@
 #   sanitize  the tests of orthogonalization with the sanitizers that this version of Triton has
 #   smoke     the benchmarks on a tiny gradient set
 #   tune      alternatives for the launch table, ranks 4, 32 and 64
-#   warm      on any machine, with the same Triton: compiles the kernels of steps for sm_90 into CACHE. Copy it
 #
 # --dry prints what would run for how long. --tiny runs bench and trace with a tiny gradient set, without a GPU too.
 # PYTHON (python3) needs torch, triton, numpy, pytest and pytest-benchmark; this package need not be installed.
@@ -115,9 +114,8 @@ for part in "${parts[@]}"; do
           "${tiny[@]}" --record "$NAME-tune-r$rank"
       done
       ;;
-    warm) run warm "$LIMIT" "$PYTHON" benchmarks/host_time.py --steps 0 ;;
     *)
-      echo "unknown part: $part; there are doctor, first, tests, bench, trace, sanitize, smoke, tune and warm" >&2
+      echo "unknown part: $part; there are doctor, first, tests, bench, trace, sanitize, smoke and tune" >&2
       exit 2
       ;;
   esac || failed=1
