@@ -131,12 +131,12 @@ class BucketTable:
         # (elements of a matrix, matrices) of each tensor.
         self._sizes = [(matrices[i].n * matrices[i].m, count) for i, count in zip(firsts, self.counts, strict=False)]
         self.rank = max((matrix.r for matrix in matrices), default=0)
-        # Distances on the device and on the host. A CUDA graph in which they were copied does so in each replay, so
-        # those that a graph uses are kept.
+        # Distances on the device and on the host, and those that CUDA graphs use, which are kept. What was copied while
+        # a graph was captured is on the device only once this graph was replayed.
         self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
-        self._captured: list[tuple[Tensor, Tensor]] = []
-        # Memory for distances. While a CUDA graph is captured, the host must not allocate any that is pinned.
-        self._spares: list[Tensor] = []
+        self._captured: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+        # Memory for distances, also as an array. While a CUDA graph is captured, the host must not allocate any that is pinned.
+        self._spares: list[tuple[Tensor, Any]] = []
         self._prepare_spares()
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
@@ -191,15 +191,21 @@ class BucketTable:
         dtype = tensors[0].dtype if tensors else torch.float32
         # Elements lie at multiples of their size, and distances are checked.
         distances = tuple([address and address - base for address in addresses])
-        key = dtype, base % dtype.itemsize, distances
+        key, captured = (dtype, base % dtype.itemsize, distances), is_captured(self.device)
         known = self._distances.pop(key, None)
-        if known is None:
-            known = self._upload(tensors, dtype, distances, base, bypass)
+        if known is not None or not captured:
+            known = known or self._upload(tensors, dtype, distances, base, bypass)
             if len(self._distances) >= POINTERS:
                 self._distances.pop(next(iter(self._distances)))
-        self._distances[key] = known  # last in the dictionary: what was not used for longest is first
-        if is_captured(self.device):
-            self._captured.append(known)
+            self._distances[key] = known  # last in the dictionary: what was not used for longest is first
+        elif key in self._captured:
+            # Perhaps in another graph, which need not be replayed before this one.
+            known = self._captured[key]
+            known[0].copy_(known[1], non_blocking=True)
+        else:
+            known = self._upload(tensors, dtype, distances, base, bypass)
+        if captured:
+            self._captured[key] = known
         else:
             self._prepare_spares()
         return Pointers(dtype, base, known[0])
@@ -229,19 +235,22 @@ class BucketTable:
         if not is_captured(self.device):
             host = on_host([distances], len(distances), torch.int64, self.device)
         elif self._spares:
-            host = self._spares.pop()[:, : len(distances)]
-            host[0] = torch.tensor(distances)
+            spare, numbers = self._spares.pop()
+            # Now, and not when the graph is replayed.
+            numbers[0, : len(distances)] = distances
+            host = spare[:, : len(distances)]
         else:
             raise RuntimeError(
                 "the gradients of this bucket lie apart from each other in another way than before: take a step with "
                 "them that is not captured before the one that is"
             )
-        return host.to(self.device, non_blocking=True), host
+        return host.to(self.device, non_blocking=True, copy=True), host
 
     def _prepare_spares(self) -> None:
         columns = len(self.matrices) + len(self.bypass)
         missing = range(SPARES - len(self._spares))
-        self._spares += [on_host([[0] * columns], columns, torch.int64, self.device) for _ in missing]
+        spares = [on_host([[0] * columns], columns, torch.int64, self.device) for _ in missing]
+        self._spares += [(spare, spare.numpy()) for spare in spares]
 
     def _split(
         self, matrices: Sequence[Matrix], tile: int, block: int
