@@ -60,8 +60,8 @@ wait, for the given milliseconds. At least: the time of the backward pass and th
 messages."""
 
 BUCKET_NOTE = """One of DDP's buckets, kernel by kernel: microseconds as measured, and as predicted from compiled code
-before any measurement, for the first version of the kernels and for this one (`benchmarks/kernel_report.py --bucket`).
-Predictions are for an H100."""
+before any measurement, for two versions of the kernels (`benchmarks/kernel_report.py --bucket`). Predictions are for an
+H100, with the tiles of that time."""
 
 KERNEL_NOTE = """Milliseconds of the kernel's launches replayed as a CUDA graph (of device events where there is none),
 L2 overwritten before. GB/s count each input read once and each output written once. Beside kernels of differences

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, help="time of a step without communication (default: measured)")
     parser.add_argument(
         "--device",
-        help="where training runs: cuda or cpu, where compression is timed; or a GPU for which its time is predicted: "
+        help="where training runs: cuda or cpu, where compression is timed; or a GPU for which its time is estimated: "
         f"{', '.join(cost.GPUS)} (default: cuda; without one, {GPU} if --step-ms is given, else cpu)",
     )
     parser.add_argument(
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     count = sum(map(math.prod, tensors.values()))
     print(f"{count:,} parameters in {len(job.buckets)} buckets, {step * 1e3:.4g} ms of compute")
     print(_describe(network))
-    print(f"compression: {'timed on ' + str(device) if gpu is None else 'predicted for ' + gpu}", end="\n\n")
+    print(f"compression: {'timed on ' + str(device) if gpu is None else 'estimated for ' + gpu}", end="\n\n")
     print(table(rows, chosen))
     print("\n" + recommendation(rows, chosen))
     if chosen.config is not None:

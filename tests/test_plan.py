@@ -198,7 +198,7 @@ def test_without_a_gpu_the_times_of_one_are_predicted(
     monkeypatch.setattr(plan, "time_compute", None)
     assert main(["plan", "gpt2", "--bandwidth", "1", "--step-ms", "180"]) == 0
     text = capsys.readouterr().out
-    assert "compression: predicted for h100" in text
+    assert "compression: estimated for h100" in text
     assert "Recommended: PowerSGDConfig(compression=" in text
     for config in (PowerSGDConfig(), PowerSGDConfig(quantize="int8")):
         slow, fast = (predicted_compute(gpu, {"": (1 << 20, 1 << 10)}, config) for gpu in ("rtx4090", "h100"))

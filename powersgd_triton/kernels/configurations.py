@@ -23,7 +23,7 @@ class Launch:
 
     A program multiplies by ``panel`` columns of the factors. 16 is the least for tl.dot. If ``wide``, factors may have
     more. ``precision`` is "tf32x3" or "ieee", see ``multiply``. ``registers`` is the most that a thread may have, where
-    a limit lets more programs run on a multiprocessor and nothing is spilled: if all of G, M and Ĝ that the kernel
+    a limit lets more programs run on a multiprocessor and little is spilled: if all of G, M and Ĝ that the kernel
     accesses are fp32, and otherwise. AMD's compiler knows no such limit.
     """
 

@@ -39,6 +39,9 @@ SPARES = 4
 """Number of such sets that may be new in captures of CUDA graphs, one after the other."""
 
 
+_Key = tuple[torch.dtype, int, tuple[int, ...]]
+
+
 class Matrix(NamedTuple):
     """One n × m matrix of rank r. Its factors start at these elements of all P and Q. The key seeds random numbers."""
 
@@ -133,9 +136,9 @@ class BucketTable:
         self.rank = max((matrix.r for matrix in matrices), default=0)
         # Distances on the device and on the host, and those that CUDA graphs use, which are kept. What was copied while
         # a graph was captured is on the device only once this graph was replayed.
-        self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
-        self._captured: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
-        # Memory for distances, also as an array. While a CUDA graph is captured, the host must not allocate any that is pinned.
+        self._distances: dict[_Key, tuple[Tensor, Tensor]] = {}
+        self._captured: dict[_Key, tuple[Tensor, Tensor]] = {}
+        # Memory for distances, also as an array. While a graph is captured, the host must not allocate pinned memory.
         self._spares: list[tuple[Tensor, Any]] = []
         self._prepare_spares()
         (rows, width_block), (height_block, columns) = row_tile, column_tile

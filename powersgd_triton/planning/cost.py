@@ -30,7 +30,7 @@ GPUS = {"h100": (166e-6, 188e-6, 711e-6), "a100": (209e-6, 238e-6, 970e-6), "rtx
 """Seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``. The H100's are measured (``benchmarks/results/h100.md``).
 The others are what ``benchmarks/kernel_report.py --bucket`` predicts, times the ratio of both on an H100."""
 QUANTIZING = {"h100": 60e-6, "a100": 85e-6, "rtx4090": 142e-6}
-"""The same for int8, of one of two workers."""
+"""The same for int8, of one of two workers: the share of a step of GPT-2 in one bucket."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""

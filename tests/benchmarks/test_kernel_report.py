@@ -71,9 +71,9 @@ def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
         assert {*WHOLE_GRADIENT, "pack", "gram", "orthogonalize", "commit"} <= kernels
     for arch in {row["architecture"] for row in report}:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
-    # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned. On sm_90,
-    # what was the fastest of many launches that were timed spills up to 56 in compensate_project.
-    spilled = {"sm_80": 8, "sm_120": 8, "sm_90": 224}
+    # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned. Triton 3.5,
+    # with which no launch parameters were chosen, needs them for `reduce` on sm_90.
+    spilled = {"sm_80": 8, "sm_120": 8, "sm_90": 8 if TRITON < (3, 7) else 0}
     for row in report:
         arch, kernel = row["architecture"], row["kernel"]
         name = (arch, kernel, row["variant"])
@@ -81,7 +81,9 @@ def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
         assert row["aligned_arguments"] > 0, name
         # Of small tensors, Triton assumes on AMD that offsets fit 32 bits.
         assert bool(row["small_arguments"]) == arch.startswith("gfx"), name
-        assert row["spill_bytes"] <= spilled.get(arch, 0), name
+        # What was the fastest of many launches that were timed on sm_90 spills up to 56.
+        measured = (arch, kernel, row["compensate"]) == ("sm_90", "compensate_project", True)
+        assert row["spill_bytes"] <= (224 if measured else spilled.get(arch, 0)), name
         assert row["blocks"] >= 1, name
         assert row["instructions"] > row["accesses"] > 0, name
         # Products run on tensor cores; those of graphics cards have no fp64.

@@ -207,8 +207,11 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def stream_machine(*, own: bool = True) -> Iterator[StreamMachine]:
-    """Run the block on the streams of a ``StreamMachine``. Without ``own``, engines work on their callers' streams."""
+def stream_machine(*, own: bool = True, current: bool = True) -> Iterator[StreamMachine]:
+    """Run the block on the streams of a ``StreamMachine``. Without ``own``, engines work on their callers' streams.
+
+    Without ``current``, another device is the current one.
+    """
     machine = StreamMachine()
 
     set_result = torch.futures.Future.set_result
@@ -222,8 +225,9 @@ def stream_machine(*, own: bool = True) -> Iterator[StreamMachine]:
         mock.patch.object(engine, "has_streams", return_value=own),
         mock.patch.object(torch.cuda, "Stream", machine.create),
         mock.patch.object(torch.cuda, "current_stream", machine.stream),
+        mock.patch.object(torch.cuda, "stream", machine.on),
         # That of CPU tensors has no index.
-        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(torch.cuda, "current_device", return_value=None if current else 0),
         mock.patch.object(torch.cuda, "set_stream", machine.set_stream),
         mock.patch.object(torch.futures.Future, "set_result", noted),
         machine,

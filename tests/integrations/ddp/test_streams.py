@@ -46,7 +46,8 @@ def test_messages_use_memory_in_order_and_the_state_one_stream() -> None:
         with stream_machine() as machine, how:
             train(machine, Network(machine))
         assert machine.races == []
-    with stream_machine() as machine:
-        train(machine)
-    assert machine.races == []
-    assert [stream.priority for stream in machine.made] == [-1]
+    for current in (True, False):
+        with stream_machine(current=current) as machine:
+            train(machine)
+        assert machine.races == []
+        assert [stream.priority for stream in machine.made] == [-1]
