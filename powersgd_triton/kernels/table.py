@@ -247,7 +247,8 @@ class BucketTable:
                 "the gradients of this bucket lie apart from each other in another way than before: take a step with "
                 "them that is not captured before the one that is"
             )
-        return host.to(self.device, non_blocking=True, copy=True), host
+        # In the interpreter, too, a graph copies.
+        return host.to(self.device, non_blocking=True, copy=is_captured(self.device)), host
 
     def _prepare_spares(self) -> None:
         columns = len(self.matrices) + len(self.bypass)
