@@ -152,10 +152,6 @@ def _measured(table: dict[int, Configuration], found: dict[int, dict[str, dict[s
     }
 
 
-# With Triton 3.9, nothing is spilled but a few bytes on sm_89 with 16-bit gradients (benchmarks/kernel_report.py).
-# Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
-# be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
-# splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 _NARROW: dict[str, dict[str, Any]] = {
     "compensate_project": {"rows": 32, "columns": 32, "num_warps": 4, "registers": (128, None)},
     "backproject": {"rows": 32, "num_stages": 4},
@@ -173,6 +169,10 @@ H100: dict[int, dict[str, dict[str, Any]]] = {
 """Of GPT-2's and Llama's gradients in fp32, with Triton 3.6. Tiles of 128 bytes and more in a row use the memory better
 than high ones of 64 bytes, with which compensate_project took up to 1.5 times as long."""
 
+# With Triton 3.9, nothing is spilled but a few bytes on sm_89 with 16-bit gradients (benchmarks/kernel_report.py).
+# Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
+# be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
+# splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
     "sm_80": _table("tf32x3", (3, 2), registers=168, left_registers=128),
     "sm_89": _table("tf32x3", (3, 3), gram_warps=(2, 4, 4)),
