@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import Tensor
 
-import powersgd_triton.kernels.launcher
+import powersgd_triton.kernels
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
@@ -121,7 +121,7 @@ def recording(*, run: bool = True) -> Iterator[list[Launch]]:
     package = powersgd_triton.kernels
     with contextlib.ExitStack() as stack:
         # Else launches of earlier steps are repeated past the recorders.
-        stack.enter_context(mock.patch.object(powersgd_triton.kernels.launcher, "KNOWN", False))
+        stack.enter_context(mock.patch("powersgd_triton.kernels.launcher.KNOWN", False))
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(found.name)
             for attribute in [name for name in vars(module) if name.startswith("_") and name.endswith("_kernel")]:
