@@ -28,8 +28,11 @@ STARTED = time.monotonic()
 RESULTS_KEY = pytest.StashKey[Results]()
 CPU_ROWS_KEY = pytest.StashKey[list[Row]]()
 SHARES = {
-    **{"test_gpu_hook_step": 0.6, "test_gpu_kernels": 0.85, "test_gpu_launches": 0.92},
-    **{"test_gpu_options": 1.0, "test_gpu_overlap": 1.0},
+    "test_gpu_hook_step": 0.6,
+    "test_gpu_kernels": 0.85,
+    "test_gpu_launches": 0.92,
+    "test_gpu_options": 1.0,
+    "test_gpu_overlap": 1.0,
 }
 """By which share of the budget a module's benchmarks are to end."""
 

@@ -12,7 +12,7 @@ from benchmarks.cases import Case
 from benchmarks.measuring import fits, replay
 from benchmarks.providers import STEP_PROVIDERS
 from benchmarks.results_file import Results
-from benchmarks.timing import Clock, Work, no_synchronization
+from benchmarks.timing import Clock, Work, why_it_waits
 from benchmarks.tracing import trace
 
 pytestmark = pytest.mark.gpu
@@ -43,11 +43,7 @@ def test_launches(launch_case: Case, clock: Clock, results: Results, profiler: N
         step, refill = _warm(case, clock.device)
         synchronizes = ""
         if case.provider in ("ours", "reference"):
-            try:
-                with no_synchronization(clock.device):
-                    step()
-            except RuntimeError as error:
-                synchronizes = str(error).splitlines()[0]
+            synchronizes = why_it_waits(step, clock.device)
             refill()
         found = trace(step, clock.device)
     row = {"kind": "launches", **case.labels(), "waits": found.waits, "synchronizes": synchronizes}

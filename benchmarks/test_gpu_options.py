@@ -16,7 +16,7 @@ from benchmarks.cases import Case
 from benchmarks.measuring import fits, record
 from benchmarks.results_file import Results
 from benchmarks.shapes import GRADIENT_SETS
-from benchmarks.timing import Clock, no_synchronization
+from benchmarks.timing import Clock, why_it_waits
 from powersgd_triton.integrations import ddp
 from powersgd_triton.planning.trial import StandIn
 
@@ -63,17 +63,13 @@ def test_option(benchmark: Any, name: str, clock: Clock, results: Results, pytes
         def step() -> None:
             ddp.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
 
-        for _ in range(WARM_UP):
-            bucket.refill()
-            step()
-        synchronizes = ""
-        try:
-            with no_synchronization(clock.device):
-                for _ in range(2):
-                    bucket.refill()
-                    step()
-        except RuntimeError as error:
-            synchronizes = str(error).splitlines()[0]
+        def steps(number: int) -> None:
+            for _ in range(number):
+                bucket.refill()
+                step()
+
+        steps(WARM_UP)
+        synchronizes = why_it_waits(lambda: steps(2), clock.device)
         case = Case(gradients, 0, str(option.dtype).removeprefix("torch."), name)
         record(
             *(benchmark, clock, results, "option", case, step, bucket.refill),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -175,14 +174,15 @@ def gigabytes_per_second(moved: float, timing: Timing) -> float:
     return moved / max(timing.median, 1e-9) / 1e6
 
 
-@contextlib.contextmanager
-def no_synchronization(device: torch.device) -> Iterator[None]:
-    """Calls of torch that wait for the device raise RuntimeError."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
+def why_it_waits(work: Work, device: torch.device) -> str:
+    """Run work. Return what torch says of the first call of it that waits for the device, or nothing."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        work()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return ""

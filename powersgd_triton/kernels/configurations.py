@@ -143,7 +143,7 @@ def _table(
 
 
 def _measured(table: dict[int, Configuration], found: dict[int, dict[str, dict[str, Any]]]) -> dict[int, Configuration]:
-    """Replace values of launches by what ``benchmarks/tune.py`` has found to be faster."""
+    """Replace values of launches by those that were found to be faster."""
     return {
         bound: dataclasses.replace(
             each, **{name: dataclasses.replace(getattr(each, name), **values) for name, values in found[bound].items()}

@@ -40,6 +40,7 @@ SPARES = 4
 
 
 _Key = tuple[torch.dtype, int, tuple[int, ...]]
+"""What distances on the device depend on: the dtype, the base modulo its size, and the distances of tensors."""
 
 
 class Matrix(NamedTuple):
@@ -235,7 +236,8 @@ class BucketTable:
         # A tensor's matrices lie one after the other.
         starts = zip(distances, sizes, strict=True)
         distances = [start + i * each * dtype.itemsize for start, (each, count) in starts for i in range(count)]
-        if not is_captured(self.device):
+        captured = is_captured(self.device)
+        if not captured:
             host = on_host([distances], len(distances), torch.int64, self.device)
         elif self._spares:
             spare, numbers = self._spares.pop()
@@ -248,7 +250,7 @@ class BucketTable:
                 "them that is not captured before the one that is"
             )
         # In the interpreter, too, a graph copies.
-        return host.to(self.device, non_blocking=True, copy=is_captured(self.device)), host
+        return host.to(self.device, non_blocking=True, copy=captured), host
 
     def _prepare_spares(self) -> None:
         columns = len(self.matrices) + len(self.bypass)
