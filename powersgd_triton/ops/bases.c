@@ -1,4 +1,4 @@
-// Orthonormal bases of factors on the CPU: CholeskyQR in fp64, for ops/bases.py.
+// Orthonormal bases of factors on the CPU, CholeskyQR in fp64, for ops/bases.py, and exploration, for ops/explore.py.
 //
 // Numbers in fp64 lie in panels of SIDE columns, [panel][row][SIDE], so that all products are of one kind. Each number
 // is computed by one thread in one order: it has the same bits on any number of threads.
@@ -197,16 +197,64 @@ static void orthogonalize(const Factors *f, int64_t matrix, int64_t threads) {
     free(G);
 }
 
+static int64_t products_of(const Factors *f) { return f->n * f->r * (f->r + SIDE); }
+
 // Return whether this processor has the instructions for it. Without them, nothing is written.
-int32_t powersgd_orthogonalize(const Factors *f, int32_t threads) {
+int32_t powersgd_orthogonalize(const Factors *groups, int32_t count, int32_t threads) {
 #if CHOSEN_WHEN_LOADED
     if (!__builtin_cpu_supports("x86-64-v3")) return 0;
 #endif
-    if (f->count * f->n * f->r * (f->r + SIDE) < (int64_t)threads * LEAST_PRODUCTS) threads = 1;
-    if (f->count < threads)
-        for (int64_t i = 0; i < f->count; i++) orthogonalize(f, i, threads);
-    else
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t i = 0; i < f->count; i++) orthogonalize(f, i, 1);
+    int64_t all = 0, products = 0;
+    for (const Factors *f = groups; f < groups + count; all += f++->count) products += f->count * products_of(f);
+    if (products < (int64_t)threads * LEAST_PRODUCTS) threads = 1;
+    // Of a matrix with more than a thread's share of the work, each thread computes a part.
+    const int64_t share = products / threads;
+    for (const Factors *f = groups; f < groups + count; f++)
+        for (int64_t i = 0; i < f->count && products_of(f) > share; i++) orthogonalize(f, i, threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t i = 0; i < all; i++) {
+        const Factors *f = groups;
+        int64_t matrix = i;
+        for (; matrix >= f->count; f++) matrix -= f->count;
+        if (products_of(f) <= share) orthogonalize(f, matrix, 1);
+    }
     return 1;
+}
+
+typedef struct {
+    float *bases;         // [count, m, r]
+    const int64_t *keys;  // [count]
+    int64_t count, m, r, every, step, other;
+    double carry, least;
+} Bases;
+
+// A number of ops/orthogonalize.py's random directions.
+static inline double random_number(int64_t i, uint32_t stream) { return (mix(mix((uint32_t)i) ^ stream) >> 8) * 0x1p-23 - 1; }
+
+CLONES static void explore(const Bases *b, float *basis, uint32_t stream) {
+    double inside[b->r], size = 0, left = 0;
+    memset(inside, 0, sizeof inside);
+    for (int64_t i = 0; i < b->m; i++) {
+        const double direction = random_number(i, stream);
+        size += direction * direction;
+        for (int64_t j = 0; j < b->r; j++) inside[j] += direction * basis[i * b->r + j];
+    }
+    // Once to know what is left, and once more to write it.
+    for (int write = 0; write < 2 && (!write || left > b->least * size); write++)
+        for (int64_t i = 0; i < b->m; i++) {
+            float *const row = basis + i * b->r, *const last = row + b->r - 1;
+            double rest = random_number(i, stream);
+            for (int64_t j = 0; j < b->r; j++) rest -= inside[j] * row[j];
+            if (write) *last = (float)((rest + b->carry * *last) / sqrt(left + b->carry * b->carry));
+            else left += rest * rest;
+        }
+}
+
+// What ops/explore.py describes, for those bases whose turn it is.
+void powersgd_explore(const Bases *groups, int32_t count) {
+    for (const Bases *b = groups; b < groups + count; b++)
+        for (int64_t i = 0; i < b->count; i++) {
+            const uint32_t own = mix((uint32_t)(b->keys[i] + b->other)), salt = (uint32_t)b->step * 0x9E3779B9u + 0x85EBCA6Bu;
+            if ((b->keys[i] + b->step) % b->every == 0) explore(b, b->bases + i * b->m * b->r, mix(own ^ salt));
+        }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,46 +31,63 @@ class _Factors(ctypes.Structure):
     )
 
 
-def orthogonalize(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor) -> int | Tensor:
-    """Do what ``orthogonalize_reference`` does, on the CPU by CholeskyQR where that is exact enough.
+def orthogonalize(
+    A: Sequence[Tensor], *, keys: Sequence[Tensor], step: int | Tensor, epsilon: float = 0.0, out: Sequence[Tensor]
+) -> int | Tensor:
+    """Do what ``orthogonalize_reference`` does for each group, on the CPU by CholeskyQR where that is exact enough.
 
     ``out`` must not be the memory of ``A``. On other devices the host would have to wait to know what is exact enough,
     and fp64 needs more time: these are left to the reference.
     """
-    if A.device.type != "cpu" or A.dtype != torch.float32 or out.dtype != torch.float32:
-        return orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out)
-    (lost,) = (~cholesky_qr(A, epsilon, out=out)).nonzero(as_tuple=True)
-    if not len(lost):
+    if not all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (*A, *out)):
+        each = zip(A, keys, out, strict=True)
+        return sum(orthogonalize_reference(x, keys=k, step=step, epsilon=epsilon, out=basis) for x, k, basis in each)
+    zeroed: int | Tensor = 0
+    exact = cholesky_qr(A, epsilon, out=out)
+    if exact.all():
         return 0
-    basis = A[lost]
-    zeroed = orthogonalize_reference(basis, keys=keys[lost], step=step, epsilon=epsilon, out=basis)
-    out[lost] = basis
+    for factors, own, basis, found in zip(A, keys, out, exact.split(list(map(len, A))), strict=True):
+        (lost,) = (~found).nonzero(as_tuple=True)
+        if len(lost):
+            again = factors[lost]
+            zeroed += orthogonalize_reference(again, keys=own[lost], step=step, epsilon=epsilon, out=again)
+            basis[lost] = again
     return zeroed
 
 
-def cholesky_qr(A: Tensor, epsilon: float, *, out: Tensor) -> Tensor:
-    """out = A R⁻¹ with RᵀR = AᵀA, for A [B, n, r] in fp32 on the CPU. Return whether it is orthonormal, bool [B].
+def cholesky_qr(A: Sequence[Tensor], epsilon: float, *, out: Sequence[Tensor]) -> Tensor:
+    """out = A R⁻¹ with RᵀR = AᵀA, for groups A [B, n, r] in fp32 on the CPU.
+
+    Return whether each matrix is orthonormal, bool, one after the other.
 
     All is computed in fp64. Rounding errors grow by the root of the squares of the terms of a new column, relative to
     its norm. Where that is large, ``bases.c`` decomposes once more what it has found. (Yamamoto, Nakatsukasa,
     Yanagisawa, Fukaya: "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015.)
     """
-    (count, n, r), function = A.shape, getattr(library(), "powersgd_orthogonalize", None)
-    # A sum of as many terms as columns is at most the root of the squares times the root of their number.
-    enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
+    exact, groups = torch.empty(sum(map(len, A)), dtype=torch.bool, device="cpu"), []
+    place, code = exact.data_ptr(), library()
     # If the share of a column that is left is small, its terms are large.
     most = 1 / max(epsilon, SURELY_ALIVE)
-    if function is not None and A.is_contiguous() and out.is_contiguous():
-        exact = torch.empty(count, dtype=torch.bool, device=A.device)
-        places = A.data_ptr(), out.data_ptr(), exact.data_ptr()
-        factors = _Factors(*places, count, n, r, enough, most)
-        if function(ctypes.byref(factors), torch.get_num_threads()):
-            return exact
+    for factors, basis in zip(A, out, strict=True):
+        count, n, r = factors.shape
+        # A sum of as many terms as columns is at most the root of the squares times the root of their number.
+        enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
+        groups.append(_Factors(factors.data_ptr(), basis.data_ptr(), place, count, n, r, enough, most))
+        place += count
+    plain, arguments = all(x.is_contiguous() for x in (*A, *out)), ((_Factors * len(groups))(*groups), len(groups))
+    if not (code and plain and code.powersgd_orthogonalize(*arguments, torch.get_num_threads())):
+        found = [_in_torch(x, min(g.enough, most), basis) for x, g, basis in zip(A, groups, out, strict=True)]
+        torch.cat(found, out=exact)
+    return exact
+
+
+def _in_torch(A: Tensor, most: float, out: Tensor) -> Tensor:
+    """The same for one group, but where the growth is larger than ``most``, the result is not orthonormal."""
     X = A.double()
-    gram, identity = torch.bmm(X.mT, X), torch.eye(r, dtype=X.dtype, device=A.device)
+    gram, identity = torch.bmm(X.mT, X), torch.eye(A.shape[2], dtype=X.dtype, device=A.device)
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).mT
     out.copy_(torch.bmm(X, inverse))
     terms = gram.diagonal(dim1=1, dim2=2).sqrt().unsqueeze(2) * inverse
-    found: Tensor = (failed == 0) & (terms.norm(dim=1).amax(1) <= min(enough, most))
+    found: Tensor = (failed == 0) & (terms.norm(dim=1).amax(1) <= most)
     return found

@@ -25,3 +25,10 @@
 static inline uint32_t word(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float number(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t nearest_bf16(uint32_t bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; }
+
+// Every bit of the number changes about half of the bits of the result: ops/orthogonalize.py.
+static inline uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}

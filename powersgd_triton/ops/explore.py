@@ -12,6 +12,8 @@ of it. The power iteration then keeps the larger of the two. Nothing more is sen
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,16 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.host import library
 from powersgd_triton.ops.orthogonalize import random_directions
+
+
+class _Bases(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("bases", "keys")),
+        *((name, ctypes.c_int64) for name in ("count", "m", "r", "every", "step", "other")),
+        *((name, ctypes.c_double) for name in ("carry", "least")),
+    )
 
 
 def explores(config: PowerSGDConfig, repetition: int) -> bool:
@@ -29,6 +40,21 @@ def explores(config: PowerSGDConfig, repetition: int) -> bool:
     """
     warm = config.algorithm == "standard" and config.warm_start
     return warm and bool(config.error_feedback) and config.explore_every > 0 and repetition == 0
+
+
+def explore(bucket: Bucket, step: int | Tensor, *, where: bool | Tensor) -> None:
+    """Do what ``explore_reference`` does, on the CPU in C. Directions have the same bits, sums differ by rounding."""
+    function = getattr(library(), "powersgd_explore", None)
+    if function is None or where is not True or not isinstance(step, int) or bucket.basis.dtype != torch.float32:
+        explore_reference(bucket, step, where=where)
+        return
+    numbers = bucket.config.explore_every, step, OTHER_KEY, CARRY, SMALLEST_REST
+    bases = [
+        _Bases(basis.data_ptr(), keys.data_ptr(), *basis.shape, *numbers)
+        for group, keys, basis in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True)
+        if group.rank < min(group.n, group.m)
+    ]
+    function((_Bases * len(bases))(*bases), len(bases))
 
 
 def explore_reference(bucket: Bucket, step: int | Tensor, *, where: bool | Tensor) -> None:

@@ -36,12 +36,6 @@ typedef struct {
     int32_t format, fresh, kept;
 } Decoding;
 
-static inline uint32_t mix(uint32_t x) {
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15) * 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-
 // Random numbers below 2^16, as ops/differences.py has them.
 static inline void random_numbers(uint16_t *noise, uint16_t start) {
     for (int i = 0; i < BLOCK; i++) {

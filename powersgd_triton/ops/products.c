@@ -138,11 +138,25 @@ int32_t powersgd_most_columns(void) {
 #endif
 }
 
-void powersgd_multiply(const Stage *s, int32_t threads) {
-    const int64_t parts = s->count * s->n * s->m < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
-    const int64_t all = s->count * (s->kind == BACKPROJECT ? (s->m + STRIP - 1) / STRIP : s->n);
-    void (*const few)(const Stage *, int64_t, int64_t) = s->kind == BACKPROJECT ? backproject : product;
+// The rows or strips of a stage, of which one thread computes each, that begin in its first ``elements``.
+static int64_t units(const Stage *s, int64_t elements) {
+    const int64_t all = s->count * s->n * s->m, count = s->count * (s->kind == BACKPROJECT ? (s->m + STRIP - 1) / STRIP : s->n);
+    return elements <= 0 ? 0 : elements >= all ? count : (int64_t)((double)count * elements / all);
+}
+
+// Stages that do not depend on each other.
+void powersgd_multiply(const Stage *stages, int32_t count, int32_t threads) {
+    int64_t all = 0;
+    for (int32_t i = 0; i < count; i++) all += stages[i].count * stages[i].n * stages[i].m;
+    const int64_t parts = all < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
 #pragma omp parallel for num_threads(parts) schedule(static)
-    for (int64_t part = 0; part < parts; part++)
-        (s->k > FEW || s->r > FEW ? powersgd_panels : few)(s, all * part / parts, all * (part + 1) / parts);
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t first = all * part / parts, last = all * (part + 1) / parts;
+        for (const Stage *s = stages; s < stages + count; s++) {
+            void (*const few)(const Stage *, int64_t, int64_t) = s->kind == BACKPROJECT ? backproject : product;
+            (s->k > FEW || s->r > FEW ? powersgd_panels : few)(s, units(s, first), units(s, last));
+            first -= s->count * s->n * s->m;
+            last -= s->count * s->n * s->m;
+        }
+    }
 }

@@ -1,7 +1,7 @@
 """Products of gradients and factors on the CPU in C, ``products.c`` and ``panels.c``.
 
-Each function does what the one in ``ops/reference.py`` does, with its arguments. Sums differ by rounding. What the
-library does not take is left to that function.
+Each function does for groups of matrices what the one in ``ops/reference.py`` does for one group, with its arguments.
+Sums differ by rounding. What the library does not take is left to that function.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,76 +44,166 @@ class _Stage(ctypes.Structure):
 
 
 def compensate_project(
-    G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, *, growth: Tensor | None = None, out: Tensor
+    G: Sequence[Matrices],
+    M: Sequence[Matrices | None],
+    pending: Sequence[Pending | None],
+    Q: Sequence[Tensor],
+    *,
+    growth: Tensor | None = None,
+    out: Sequence[Tensor],
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q."""
-    pending = _pending(M, pending, Q)
-    done = _multiply(PROJECT, G, basis=Q, out=out) if M is None else _compensate(G, M, pending, Q, growth, out)
-    if not done:
-        compensate_project_reference(G, M, pending, Q, growth=growth, out=out)
+    stages = _Stages()
+    for g, m, product, basis, P in zip(G, M, pending, Q, out, strict=True):
+        product = _pending(m, product, basis)
+        if not stages.compensate(g, m, product, basis, growth, P):
+            compensate_project_reference(g, m, product, basis, growth=growth, out=P)
+    stages.run()
 
 
 def compensate_backproject(
-    G: Matrices, M: Matrices | None, pending: Pending | None, P: Tensor, *, growth: Tensor | None = None, out: Tensor
+    G: Sequence[Matrices],
+    M: Sequence[Matrices | None],
+    pending: Sequence[Pending | None],
+    P: Sequence[Tensor],
+    *,
+    growth: Tensor | None = None,
+    out: Sequence[Tensor],
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
-    pending, rows = _pending(M, pending, P), P.new_empty(*P.shape[:2], 1)
-    if M is None:
-        backproject(G, P, out=out)
-    # A product by zeros says which rows of G are not finite.
-    elif _way(P) > 0 and _compensate(G, M, pending, out.new_zeros(*out.shape[:2], 1), growth, rows):
-        backproject(M, P, out=out)
+    stages, known, looks = _Stages(), list[tuple[Matrices, Tensor, Tensor]](), list[tuple[Matrices, Tensor, Tensor]]()
+    for g, m, product, basis, Q in zip(G, M, pending, P, out, strict=True):
+        product, rows = _pending(m, product, basis), basis.new_empty(*basis.shape[:2], 1)
+        if m is None:
+            known.append((g, basis, Q))
+        # A product by zeros says which rows of G are not finite.
+        elif _way(basis) > 0 and stages.compensate(g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
+            known.append((m, basis, Q))
+            looks.append((g, rows, Q))
+        else:
+            compensate_backproject_reference(g, m, product, basis, growth=growth, out=Q)
+    stages.run()
+    backproject([M for M, _, _ in known], [P for _, P, _ in known], out=[Q for _, _, Q in known])
+    for g, rows, Q in looks:
         if not math.isfinite(rows.sum()):
-            for g, Q in zip(G, out, strict=True):
-                Q.add_((g - torch.where(g.isfinite(), g, 0)).sum(0).unsqueeze(1))
-    else:
-        compensate_backproject_reference(G, M, pending, P, growth=growth, out=out)
+            for own, column in zip(g, Q, strict=True):
+                column.add_((own - torch.where(own.isfinite(), own, 0)).sum(0).unsqueeze(1))
 
 
-def backproject(M: Matrices, P: Tensor, *, out: Tensor) -> None:
+def backproject(M: Sequence[Matrices], P: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
     """out = Q = Mᵀ P."""
-    if not _multiply(BACKPROJECT, M, basis=P, out=out):
-        backproject_reference(M, P, out=out)
+    stages = _Stages()
+    for matrices, basis, Q in zip(M, P, out, strict=True):
+        if not stages.add(BACKPROJECT, matrices, basis=basis, out=Q):
+            backproject_reference(matrices, basis, out=Q)
+    stages.run()
 
 
-def reconstruct(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
-    """out = P Qᵀ. ``verdict`` becomes 0 if an element is not finite."""
-    if not _takes((), P, Q):
-        reconstruct_reference(P, Q, out=out, verdict=verdict)
-        return
-    if not _multiply(RECONSTRUCT, out, (P, Q, True)):
-        # Rounded from the same bits, whatever the dtype.
-        for members, rows in blocks(out, torch.float32):
-            left, right = part(P, members, rows).contiguous(), part(Q, members)
-            block = P.new_empty(*left.shape[:2], right.shape[1])
-            _multiply(RECONSTRUCT, block, (left, right, True))
-            store(block, out, members, rows)
-    if verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(out)):
-        for matrix in out:
-            note_overflow(matrix, verdict)
+def reconstruct(
+    factors: Sequence[tuple[Tensor, Tensor]], *, out: Sequence[Matrices], verdict: Tensor | None = None
+) -> None:
+    """out = P Qᵀ for each pair of factors P, Q. ``verdict`` becomes 0 if an element is not finite."""
+    stages = _Stages()
+    taken = [stages.reconstruct(P, Q, matrices) for (P, Q), matrices in zip(factors, out, strict=True)]
+    stages.run()
+    for (P, Q), matrices, done in zip(factors, out, taken, strict=True):
+        if not done:
+            reconstruct_reference(P, Q, out=matrices, verdict=verdict)
+        elif verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(matrices)):
+            for matrix in matrices:
+                note_overflow(matrix, verdict)
 
 
 def subtract_product(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) -> None:
-    """M ← M − P Qᵀ if ``applied`` is not 0."""
-    if not _multiply(SUBTRACT, M, (P, Q, applied)):
+    """M ← M − P Qᵀ if ``applied`` is not 0, for one group."""
+    stages = _Stages()
+    if stages.add(SUBTRACT, M, (P, Q, applied)):
+        stages.run()
+    else:
         subtract_product_reference(M, P, Q, applied)
 
 
-def _compensate(
-    G: Matrices, M: Matrices, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
-) -> bool:
-    """Do what ``compensate_project`` does. Return False, without a change, if the library does not take it."""
-    if _are_plain(G):
-        return _multiply(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
-    if not _takes(M, *(pending or ())[:2], Q, out):
-        return False
-    for members, rows in blocks(M, torch.float32):
-        block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
-        if pending is not None:
-            product = part(pending[0], members, rows), part(pending[1], members), pending[2]
-        g, P = [x.contiguous() for x in load(G, members, rows, torch.float32)], part(out, members, rows)
-        _multiply(COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
-    return True
+class _Stages:
+    """Stages of several groups that do not depend on each other. One call computes all.
+
+    The methods return False, without a change, if the library does not take matrices or factors.
+    """
+
+    def __init__(self) -> None:
+        self._stages: list[_Stage] = []
+        # What the stages point to.
+        self._kept: list[object] = []
+
+    def add(
+        self,
+        kind: int,
+        M: Matrices,
+        product: Pending | None = None,
+        *,
+        G: Matrices | None = None,
+        basis: Tensor | None = None,
+        growth: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> bool:
+        """Add a stage. G must be plain."""
+        left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
+        factors = left, right, basis, out
+        if not _takes(M, *(x for x in factors if x is not None)):
+            return False
+        G_places, M_places = None if G is None else _places(G), _places(M)
+        n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
+        stage = _Stage(
+            None if G_places is None else ctypes.addressof(G_places),
+            ctypes.addressof(M_places),
+            *(None if x is None else x.data_ptr() for x in factors),
+            *(len(M_places), n, m, 0 if left is None else left.shape[-1], 0 if out is None else out.shape[-1]),
+            1.0 if growth is None else growth.item(),
+            kind,
+        )
+        self._stages.append(stage)
+        self._kept += G_places, M_places, G, M, *factors
+        return True
+
+    def compensate(
+        self, G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
+    ) -> bool:
+        """Add what ``compensate_project`` does for a group, or do it if G is not plain."""
+        if M is None:
+            return self.add(PROJECT, G, basis=Q, out=out)
+        if _are_plain(G):
+            return self.add(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
+        if not _takes(M, *(pending or ())[:2], Q, out):
+            return False
+        for members, rows in blocks(M, torch.float32):
+            block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
+            if pending is not None:
+                product = part(pending[0], members, rows), part(pending[1], members), pending[2]
+            g, P = [x.contiguous() for x in load(G, members, rows, torch.float32)], part(out, members, rows)
+            stages = _Stages()
+            stages.add(COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
+            stages.run()
+        return True
+
+    def reconstruct(self, P: Tensor, Q: Tensor, out: Matrices) -> bool:
+        """Add ``out`` = P Qᵀ, or write it if it is not plain."""
+        if self.add(RECONSTRUCT, out, (P, Q, True)):
+            return True
+        if not _takes((), P, Q):
+            return False
+        # Rounded from the same bits, whatever the dtype.
+        for members, rows in blocks(out, torch.float32):
+            left, right, stages = part(P, members, rows).contiguous(), part(Q, members), _Stages()
+            block = P.new_empty(*left.shape[:2], right.shape[1])
+            stages.add(RECONSTRUCT, block, (left, right, True))
+            stages.run()
+            store(block, out, members, rows)
+        return True
+
+    def run(self) -> None:
+        """Compute the stages that were added."""
+        host, count = library(), len(self._stages)
+        if host is not None and count:
+            host.powersgd_multiply((_Stage * count)(*self._stages), count, torch.get_num_threads())
 
 
 def _pending(M: Matrices | None, pending: Pending | None, basis: Tensor) -> Pending | None:
@@ -138,37 +229,6 @@ def most_columns() -> int:
     """Return the number of columns of factors up to which the library takes less time than torch's, 0 without it."""
     function = getattr(library(), "powersgd_most_columns", None)
     return 0 if function is None else function()
-
-
-def _multiply(
-    kind: int,
-    M: Matrices,
-    product: Pending | None = None,
-    *,
-    G: Matrices | None = None,
-    basis: Tensor | None = None,
-    growth: Tensor | None = None,
-    out: Tensor | None = None,
-) -> bool:
-    """Return False, without a change, if the library does not take M and factors. G must be plain."""
-    left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
-    factors = left, right, basis, out
-    if not _takes(M, *(x for x in factors if x is not None)):
-        return False
-    G_places, M_places = None if G is None else _places(G), _places(M)
-    n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
-    stage = _Stage(
-        None if G_places is None else ctypes.addressof(G_places),
-        ctypes.addressof(M_places),
-        *(None if x is None else x.data_ptr() for x in factors),
-        *(len(M_places), n, m, 0 if left is None else left.shape[-1], 0 if out is None else out.shape[-1]),
-        1.0 if growth is None else growth.item(),
-        kind,
-    )
-    host = library()
-    assert host is not None
-    host.powersgd_multiply(ctypes.byref(stage), torch.get_num_threads())
-    return True
 
 
 def _takes(M: Matrices, *factors: Tensor) -> bool:

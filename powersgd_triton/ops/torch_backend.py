@@ -14,7 +14,7 @@ from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bases import orthogonalize
 from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.explore import explore_reference, explores
+from powersgd_triton.ops.explore import explore, explores
 from powersgd_triton.ops.orthogonalize import random_directions
 from powersgd_triton.ops.products import backproject, compensate_backproject, compensate_project, reconstruct
 from powersgd_triton.ops.reference import Pending, may_overflow, maybe, note_overflow, on_host, rollback_reference
@@ -61,8 +61,7 @@ class TorchBackend:
         _orthogonalize(bucket, bucket.message_P, step, left=True, out=bucket.P_hat)
         # The projection has compensated M already.
         bases, out = self._bases_and_results(bucket.Q, left=True)
-        for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
-            backproject(M, basis, out=result)
+        backproject(self._matrices(gradients), bases, out=out)
         self._leave_out(bases, out, left=True)
         return self._send(gradients, bucket.Q, left=False, first=False)
 
@@ -84,14 +83,13 @@ class TorchBackend:
             basis = bucket.P_hat if sent.left else bucket.basis
             _orthogonalize(bucket, mean, step, left=sent.left, out=basis, where=self._finite)
             if explores(bucket.config, repetition) and self._finite is not False:
-                explore_reference(bucket, _number(bucket, step), where=self._finite)
+                explore(bucket, _number(bucket, step), where=self._finite)
         if last:
             self._finish(gradients, step)
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
         bucket = self.bucket
-        for (P, Q), matrices in zip(bucket.joined(bucket.average), bucket.matrices(out), strict=True):
-            reconstruct(P, Q, out=matrices, verdict=overflow)
+        reconstruct(bucket.joined(bucket.average), out=bucket.matrices(out), verdict=overflow)
         tensors, means = bucket.bypass(out), bucket.split_bypass(bucket.bypass_means)
         if tensors:
             # One call, since the calls would take longer than the copies.
@@ -157,8 +155,9 @@ class TorchBackend:
         compensate: Callable[..., None] = compensate_backproject if left else compensate_project
         if repetition > 0:
             # The first product of this step has compensated M already.
-            for matrices, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
-                compensate(matrices, None, None, basis, out=result)
+            matrices = self._matrices(gradients)
+            nothing = [None] * len(matrices)
+            compensate(matrices, nothing, nothing, bases, out=out)
             self._leave_out(bases, out, left=left)
             return
         self._product, self._average, self._means = [], [], []
@@ -170,8 +169,7 @@ class TorchBackend:
         if bucket.product and applied is not None and maybe(applied):
             known = on_host(applied) or applied
             pending = [(P, Q, known) for P, Q in bucket.joined(bucket.product, bucket.own)]
-        for g, m, before, basis, result in zip(G, M, pending, bases, out, strict=True):
-            compensate(g, m, before, basis, growth=growth, out=result)
+        compensate(G, M, pending, bases, growth=growth, out=out)
         bucket.applied = None
 
     def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
@@ -235,17 +233,14 @@ def _orthogonalize(
 
     If ``where`` is False, ``out`` stays as it is. On a device it may be a scalar there.
     """
-    if where is False:
+    if where is False or not bucket.layout.groups:
         return
     views, numel = (bucket.left, bucket.layout.p_numel) if left else (bucket.right, bucket.layout.q_numel)
     sources = views(factors[:numel].clone() if out is factors else factors)
     # On a device the host would have to wait to read the flag: compute the bases, and select there.
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
     number, epsilon = _number(bucket, step), bucket.config.orthogonalization_epsilon
-    bucket.zeroed[0] += sum(
-        orthogonalize(A, keys=keys, step=number, epsilon=epsilon, out=basis)
-        for A, keys, basis in zip(sources, bucket.keys, found, strict=True)
-    )
+    bucket.zeroed[0] += orthogonalize(sources, keys=bucket.keys, step=number, epsilon=epsilon, out=found)
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))

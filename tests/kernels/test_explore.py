@@ -1,6 +1,8 @@
-"""Exploration in the kernel against the reference, and what both promise."""
+"""Exploration in the kernel and in C against the reference, and what all promise."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
@@ -12,18 +14,21 @@ from powersgd_triton.layout.constants import CARRY
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Workspace
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.explore import explore_reference
+from powersgd_triton.ops.explore import explore, explore_reference
+from powersgd_triton.ops.host import library
 from powersgd_triton.ops.triton_backend import TritonBackend
 
 EVERY = 3
 SHAPES = {"wide": (40, 300), "tall": (90, 33), "twin": (90, 33), "small": (5, 4), "full": (2, 50), "one": (1, 7)}
 
 
-def explored(bucket: Bucket, step: int, finite: bool = True) -> list[list[Tensor]]:
-    """Copies of the bases after the reference and after the kernel, from the same ones, which stay as they are."""
+def explored(bucket: Bucket, step: int, way: str, finite: bool = True) -> list[list[Tensor]]:
+    """Copies of the bases after the reference and after ``way``, from the same ones, which stay as they are."""
     before, device, found = bucket.basis.clone(), bucket.basis.device, []
-    for kernel in (False, True):
-        if kernel:
+    for each in ("reference", way):
+        if each == "C":
+            explore(bucket, step, where=finite)
+        elif each == "kernel":
             table, rank = TritonBackend(bucket, Workspace())._table, max(g.rank for g in bucket.layout.groups)
             number = torch.tensor(step, device=device)
             flag = torch.tensor(int(finite), dtype=torch.int32, device=device)
@@ -40,6 +45,17 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> list[list[Tensor
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])
 def test_the_kernel_explores_as_the_reference_does(rank: int, device: torch.device) -> None:
+    check(rank, device, "kernel")
+
+
+@pytest.mark.skipif(not hasattr(library(), "powersgd_explore"), reason="needs a C compiler at installation")
+@pytest.mark.parametrize("rank", [1, 3, 16, 40])
+def test_c_explores_as_the_reference_does(rank: int) -> None:
+    with mock.patch("powersgd_triton.ops.explore.explore_reference", side_effect=AssertionError):
+        check(rank, torch.device("cpu"), "C")
+
+
+def check(rank: int, device: torch.device, way: str) -> None:
     """Nothing changes after a step that is not finite."""
     config = PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=EVERY)
     bucket = Bucket(Layout.build(SHAPES, config), torch.float32, device, config)
@@ -50,9 +66,9 @@ def test_the_kernel_explores_as_the_reference_does(rank: int, device: torch.devi
     segments = [segment for group in bucket.layout.groups for segment in group.segments]
     changed = dict.fromkeys(SHAPES, 0)
     for step in range(EVERY):
-        for kept in explored(bucket, step, finite=False):
+        for kept in explored(bucket, step, way, finite=False) if way == "kernel" else []:
             assert all(torch.equal(before, after) for before, after in zip(old, kept, strict=True))
-        for segment, before, expected, got in zip(segments, old, *explored(bucket, step), strict=True):
+        for segment, before, expected, got in zip(segments, old, *explored(bucket, step, way), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
             assert torch.equal(got[:, :-1], before[:, :-1])
             changed[segment.name] += not torch.equal(got, before)

@@ -46,7 +46,8 @@ def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) 
 def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> int:
     keys = torch.arange(A.shape[0]) + key
     if by_bases:
-        return int(bases.orthogonalize(A.clone() if A is out else A, keys=keys, step=step, epsilon=epsilon, out=out))
+        groups = [A.clone() if A is out else A]
+        return int(bases.orthogonalize(groups, keys=[keys], step=step, epsilon=epsilon, out=[out]))
     return int(orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out))
 
 
@@ -174,6 +175,19 @@ def test_same_bits_on_any_number_of_threads(n: int, r: int, count: int):
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert_basis_of(found[0], A)
+
+
+@pytest.mark.parametrize("implementation", ["C"], indirect=True)
+def test_groups_in_one_call_have_the_bits_of_each_alone():
+    """Also one that is left to the reference, and one with more work than all others."""
+    shapes = [(2, 40, 3), (1, 2000, 64), (3, 9, 9), (4, 300, 17)]
+    A = [torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+    A[0][1, :, 2] = A[0][1, :, 1]
+    keys, out = [torch.arange(len(x)) + 1 for x in A], [torch.full_like(x, NAN) for x in A]
+    alone = [orthogonalize(x) for x in A]
+    for _ in on_threads(1, 2, 3, 8):
+        bases.orthogonalize(A, keys=keys, step=0, out=out)
+        assert all(map(torch.equal, out, alone))
 
 
 @contextlib.contextmanager

@@ -38,9 +38,9 @@ def stages(r: int, G: Tensor, errors: Tensor) -> list[Tensor]:
     """What all stages write."""
     left, right, basis = new(COUNT, N, r), new(COUNT, M, r), new(COUNT, M, r) + 1
     P, Q, average = torch.empty_like(left), torch.empty_like(right), torch.empty_like(G)
-    compensate_project(G, errors, (left, right, True), basis, out=P)
-    backproject(errors, left, out=Q)
-    reconstruct(left, right, out=average)
+    compensate_project([G], [errors], [(left, right, True)], [basis], out=[P])
+    backproject([errors], [left], out=[Q])
+    reconstruct([(left, right)], out=[average])
     return [errors, P, Q, average]
 
 
@@ -54,14 +54,33 @@ def test_bits_depend_neither_on_threads_nor_on_where_matrices_lie(r: int):
         assert all(map(torch.equal, results[0], result))
 
 
+def test_groups_in_one_call_have_the_bits_of_each_alone():
+    shapes = [(1, 3, 900, 4), (2, 517, 270, 4), (1, 9, 5, 3), (3, 65, 40, 21), (1, 700, 33, 2)]
+
+    def run(chosen: list[tuple[int, int, int, int]]) -> list[list[Tensor]]:
+        G, M = ([new(count, n, m) + i for count, n, m, _ in chosen] for i in (0, 1))
+        lefts, rights = ([new(shape[0], shape[i], shape[3]) for shape in chosen] for i in (1, 2))
+        P, Q, average = ([torch.full_like(x, NAN) for x in like] for like in (lefts, rights, G))
+        product = [(left, right, True) for left, right in zip(lefts, rights, strict=True)]
+        compensate_project(G, M, product, rights, out=P)
+        backproject(M, P, out=Q)
+        reconstruct(list(zip(P, Q, strict=True)), out=average)
+        return [list(group) for group in zip(M, P, Q, average, strict=True)]
+
+    alone = [run([shape])[0] for shape in shapes]
+    for _ in on_threads(1, 2, 3, 8):
+        for found, expected in zip(run(shapes), alone, strict=True):
+            assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(("k", "r"), [(1, 1), (4, 4), (7, 7), (21, 21), (4, 16), (16, 4), (9, 64), (64, 17)])
 def test_a_run_that_loads_errors_goes_on_with_the_same_bits(k: int, r: int):
     whole, parts = (new(COUNT, N, M) for _ in range(2))
     left, right, basis, G = new(COUNT, N, k), new(COUNT, M, k), new(COUNT, M, r) + 1, new(COUNT, N, M) + 1
     found = torch.full((2, COUNT, N, r), NAN)
-    compensate_project(G, whole, (left, right, True), basis, out=found[0])
+    compensate_project([G], [whole], [(left, right, True)], [basis], out=[found[0]])
     subtract_product(parts, left, right, True)
-    compensate_project(G, parts, None, basis, out=found[1])
+    compensate_project([G], [parts], [None], [basis], out=[found[1]])
     assert torch.equal(whole, parts)
     assert torch.equal(*found)
 
@@ -80,7 +99,8 @@ def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: f
     spoiled[1, 5] = spoiled[2, 0] = True
     assert torch.equal(P.isfinite(), ~spoiled.unsqueeze(2).expand_as(P))
     # From the left, it reaches that of its column.
-    compensate_backproject(G, before, (new(COUNT, N, r), new(COUNT, M, r), True), P.nan_to_num_(1.0), out=Q)
+    product = new(COUNT, N, r), new(COUNT, M, r), True
+    compensate_backproject([G], [before], [product], [P.nan_to_num_(1.0)], out=[Q])
     assert torch.equal(before, expected)
     assert (~Q.isfinite()).nonzero()[:, :2].unique(dim=0).tolist() == [[1, M - 1], [2, 3]]
 
@@ -89,13 +109,13 @@ def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: f
 def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytest.MonkeyPatch):
     """It takes fp32. Gradients may have other dtypes, since the errors do not show which they had."""
     taken: list[bool] = []
-    multiply = products._multiply
+    add = products._Stages.add
 
     def noted(*arguments: Any, **named: Any) -> bool:
-        taken.append(multiply(*arguments, **named))
+        taken.append(add(*arguments, **named))
         return taken[-1]
 
-    monkeypatch.setattr(products, "_multiply", noted)
+    monkeypatch.setattr(products._Stages, "add", noted)
     monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 16)
     few, fp32 = r <= products.most_columns(), torch.float32
     cases: list[tuple[Any, torch.dtype, bool]] = [
@@ -113,7 +133,7 @@ def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytes
         rows = first if left else basis
         found, expected = torch.full((2, *(second if left else first).shape), NAN, dtype=factors)
         errors = [new(COUNT, N, M).to(dtype) for _ in range(2)]
-        compute(G, errors[0], (first, second, True), rows, out=found)
+        compute([G], [errors[0]], [(first, second, True)], [rows], out=[found])
         assert any(taken[:1]) == takes
         taken.clear()
         expect(G, errors[1], (first, second, True), rows, out=expected)

@@ -80,8 +80,14 @@ over_blocks = pytest.mark.parametrize("size", [64, 1 << 20])
 
 def both(name: str) -> pytest.MarkDecorator:
     """In torch, and in C for the dtypes and numbers of columns that the library takes."""
-    ways = [getattr(reference, f"{name}_reference"), getattr(products, name)]
-    return pytest.mark.parametrize("compute", ways, ids=["torch", "C"])
+
+    def in_c(*arguments: Any, **named: Any) -> None:
+        """For one group."""
+        groups = [[tuple(arguments)]] if name == "reconstruct" else [[each] for each in arguments]
+        lists = {key: [value] for key, value in named.items() if key == "out"}
+        getattr(products, name)(*groups, **named | lists)
+
+    return pytest.mark.parametrize("compute", [getattr(reference, f"{name}_reference"), in_c], ids=["torch", "C"])
 
 
 @both("compensate_project")

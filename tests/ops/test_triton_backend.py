@@ -111,7 +111,7 @@ def test_decompress_into_several_dtypes_and_into_new_tensors(device: torch.devic
         compressor.decompress(compressed, out=out)
         for name, (P_hat, Q) in compressed.factors().items():
             expected = torch.empty(FEW[name], dtype=out[name].dtype, device=device)
-            reconstruct(P_hat[None], Q[None], out=[expected])
+            reconstruct([(P_hat[None], Q[None])], out=[[expected]])
             assert torch.equal(out[name], expected)
         assert torch.equal(out["bias"], given["bias"].to(out["bias"].dtype))
     new = compressor.decompress(compressed)
