@@ -248,6 +248,15 @@ static inline uint8_t gather_bits(const uint8_t *bytes, int bit) {
     return (uint8_t)((eight >> bit & 0x0101010101010101) * 0x0102040810204080 >> 56);
 }
 
+// The inverse, for bits that are not set.
+static inline void scatter_bits(uint8_t bits, int bit, uint8_t *bytes) {
+    uint64_t eight;
+    memcpy(&eight, bytes, 8);
+    // Copies of seven bits do not overlap in the product.
+    eight |= ((bits & 0x7F) * 0x0002040810204081 & 0x0101010101010101) << bit | (uint64_t)(bits >> 7) << (56 + bit);
+    memcpy(bytes, &eight, 8);
+}
+
 // Write the places of the elements that are sent, and their magnitudes. Return how many. Not all that have the least
 // upper half have room: the larger ones come first, and then the first ones. Zeros are not sent.
 static inline int32_t choose(const float *x, const int16_t *upper, int32_t least, int32_t most, uint16_t *places,
@@ -345,17 +354,18 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
             const uint8_t *unary = codes + (low + 1) * kept / 8;
             const float unit = number((uint32_t)((const uint16_t *)content)[chunk] << 16) * d->weight;
             for (int i = 0; i < n && unit != unit; i++) out[i] = NAN;
-            // The lowest bits of places, and signs in the highest bit.
-            uint16_t offset[CHUNK] = {0};
-            for (int k = 0; k <= low; k++)
-                for (int byte = 0; byte < kept / 8; byte++)
-                    for (int bit = 0; bit < 8; bit++)
-                        offset[byte * 8 + bit] |= (codes[k * kept / 8 + byte] >> bit & 1) << (k < low ? k : 15);
+            uint8_t lower[CHUNK / 2], higher[CHUNK / 2];
+            memset(lower, 0, kept);
+            memset(higher, 0, kept);
+            for (int bit = 0; bit <= low; bit++)
+                for (int i = 0; i < kept; i += 8)
+                    scatter_bits(*codes++, bit < low ? bit % 8 : 7, (bit < MINIMUM(low, 8) ? lower : higher) + i);
             for (int byte = 0, i = 0, bytes = ((CHUNK >> low) + kept) / 8; byte < bytes; byte += 8) {
                 uint64_t bits = 0;
                 for (memcpy(&bits, unary + byte, bytes - byte < 8 ? bytes - byte : 8); bits; bits &= bits - 1, i++) {
                     const int32_t high = byte * 8 + __builtin_ctzll(bits) - i;
-                    out[high << low | (offset[i] & 0x7FFF)] += number(word(unit) ^ (offset[i] & 0x8000u) << 16);
+                    const int32_t place = high << low | (higher[i] & 0x7F) << 8 | lower[i];
+                    out[place] += number(word(unit) ^ (uint32_t)(higher[i] & 0x80) << 24);
                 }
             }
         }
