@@ -12,7 +12,7 @@ ADAPTERS = f"{NAME}.integrations"
 # those that torch has loaded. Without a compiler the package does without it.
 HOST = Extension(
     f"{NAME}.ops._host",
-    [f"{NAME}/ops/{name}.c" for name in ("host", "factors", "products", "panels", "bases", "local_steps")],
+    [f"{NAME}/ops/{name}.c" for name in ("host", "factors", "products", "panels", "wide_panels", "bases", "local_steps")],
     depends=[f"{NAME}/ops/{name}.h" for name in ("common", "products")],
     extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,

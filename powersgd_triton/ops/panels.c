@@ -2,6 +2,10 @@
 
 #include "products.h"
 
+#ifndef PANELS
+#define PANELS powersgd_panels
+#define TARGET AVX2
+#endif
 #define PANEL (2 * LANES)
 #define CACHED 32768  // numbers of a factor that stay in the cache with as many of the other
 #define DEPTH 64      // rows of a strip that do, and are summed before the sum is added to others
@@ -13,13 +17,11 @@ INLINE int64_t share(int64_t count, int half) {
 }
 
 // sums += A B: rows of A are ``row`` apart, and have ``count`` numbers, ``next`` apart. B is a panel.
-INLINE void add_product(int rows, const float *A, int64_t row, int64_t next, const vector *B, int64_t count,
+INLINE void add_product(int rows, int halves, const float *A, int64_t row, int64_t next, const vector *B, int64_t count,
                         vector sums[][2]) {
     for (int64_t c = 0; c < count; c++, A += next, B += 2)
-        for (int i = 0; i < rows; i++) {
-            sums[i][0] += A[i * row] * B[0];
-            sums[i][1] += A[i * row] * B[1];
-        }
+        for (int i = 0; i < rows; i++)
+            for (int half = 0; half < halves; half++) sums[i][half] += A[i * row] * B[half];
 }
 
 // A panel of some rows of M, and of G. ``copy`` has the same numbers without gaps.
@@ -28,7 +30,7 @@ INLINE void update(int kind, int rows, const Stage *s, const float *g, float *x,
     vector y[ROWS][2] = {0};
     for (int i = 0; i < rows && kind != RECONSTRUCT; i++)
         for (int half = 0; half < 2; half++) y[i][half] = load(x + i * s->m + half * LANES, share(count, half));
-    add_product(rows, left, s->k, 1, right, s->k, y);
+    add_product(rows, 2, left, s->k, 1, right, s->k, y);
     for (int i = 0; i < rows; i++) {
         __builtin_prefetch(x + (rows + i) * s->m, 1);
         if (kind == COMPENSATE) __builtin_prefetch(g + (rows + i) * s->m);
@@ -48,14 +50,16 @@ INLINE void multiply(int kind, int rows, const Stage *s, int64_t matrix, int64_t
     float copy[ROWS * WIDTH], *const x = s->M[matrix] + row * s->m + start;
     const float *const g = kind == COMPENSATE ? s->G[matrix] + row * s->m + start : NULL;
     vector spoiled[ROWS] = {0};
+    const float *const M = kind == PROJECT ? x : copy;
+    const int64_t apart = kind == PROJECT ? s->m : WIDTH;
     int64_t j = kind == PROJECT ? width : 0;
     for (; j + PANEL <= width; j += PANEL, right += 2 * s->k)
         update(kind, rows, s, g ? g + j : g, x + j, PANEL, left, right, spoiled, copy + j);
     if (j < width) update(kind, rows, s, g ? g + j : g, x + j, width - j, left, right, spoiled, copy + j);
     for (int64_t v = 0; v < s->r && kind <= COMPENSATE; v += PANEL, basis += 2 * width) {
         vector sums[ROWS][2] = {0};
-        if (kind == PROJECT) add_product(rows, x, s->m, 1, basis, width, sums);
-        else add_product(rows, copy, WIDTH, 1, basis, width, sums);
+        if (s->r - v > LANES) add_product(rows, 2, M, apart, 1, basis, width, sums);
+        else add_product(rows, 1, M, apart, 1, basis, width, sums);
         for (int i = 0; i < rows; i++) {
             float rest = 0;
             for (int lane = 0; lane < LANES; lane++) rest += spoiled[i][lane];
@@ -99,7 +103,7 @@ INLINE void all_rows(int kind, const Stage *s, int64_t first, int64_t last) {
 INLINE void add_rows(int rows, const Stage *s, const float *P, const vector *panel, int64_t depth,
                      int64_t place, vector sums[][STRIP / LANES]) {
     vector found[ROWS][2] = {0};
-    add_product(rows, P, 1, s->r, panel, depth, found);
+    add_product(rows, 2, P, 1, s->r, panel, depth, found);
     for (int i = 0; i < rows; i++)
         for (int half = 0; half < 2; half++) sums[i][place + half] += found[i][half];
 }
@@ -134,7 +138,7 @@ INLINE void multiply_strip(const Stage *s, int64_t matrix, int64_t start, int64_
         for (int64_t v = 0; v < s->r; v++) Q[j * s->r + v] = sums[v][j / LANES][j % LANES];
 }
 
-AVX2 void powersgd_panels(const Stage *s, int64_t first, int64_t last) {
+TARGET void PANELS(const Stage *s, int64_t first, int64_t last) {
     const int64_t strips = (s->m + STRIP - 1) / STRIP;
     if (s->kind == COMPENSATE) all_rows(COMPENSATE, s, first, last);
     else if (s->kind == RECONSTRUCT) all_rows(RECONSTRUCT, s, first, last);

@@ -128,9 +128,7 @@ CLONES static void backproject(const Stage *s, int64_t first, int64_t last) {
 // Columns of factors up to which this takes less time than torch's libraries.
 int32_t powersgd_most_columns(void) {
 #if CHOSEN_WHEN_LOADED
-    if (!__builtin_cpu_supports("x86-64-v3")) return 4;
-    // With many columns, arithmetic takes longer than memory, and libraries use the wider vectors.
-    return __builtin_cpu_supports("avx512f") ? 32 : 64;
+    return __builtin_cpu_supports("x86-64-v3") ? 64 : 4;
 #elif defined(__x86_64__)
     return 0;
 #else
@@ -140,7 +138,8 @@ int32_t powersgd_most_columns(void) {
 
 // The rows or strips of a stage, of which one thread computes each, that begin in its first ``elements``.
 static int64_t units(const Stage *s, int64_t elements) {
-    const int64_t all = s->count * s->n * s->m, count = s->count * (s->kind == BACKPROJECT ? (s->m + STRIP - 1) / STRIP : s->n);
+    const int64_t all = s->count * s->n * s->m, strips = (s->m + STRIP - 1) / STRIP;
+    const int64_t count = s->count * (s->kind == BACKPROJECT ? strips : s->n);
     return elements <= 0 ? 0 : elements >= all ? count : (int64_t)((double)count * elements / all);
 }
 
@@ -149,12 +148,16 @@ void powersgd_multiply(const Stage *stages, int32_t count, int32_t threads) {
     int64_t all = 0;
     for (int32_t i = 0; i < count; i++) all += stages[i].count * stages[i].n * stages[i].m;
     const int64_t parts = all < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
+    void (*panels)(const Stage *, int64_t, int64_t) = powersgd_panels;
+#if CHOSEN_WHEN_LOADED
+    if (__builtin_cpu_supports("x86-64-v4")) panels = powersgd_wide_panels;
+#endif
 #pragma omp parallel for num_threads(parts) schedule(static)
     for (int64_t part = 0; part < parts; part++) {
         int64_t first = all * part / parts, last = all * (part + 1) / parts;
         for (const Stage *s = stages; s < stages + count; s++) {
             void (*const few)(const Stage *, int64_t, int64_t) = s->kind == BACKPROJECT ? backproject : product;
-            (s->k > FEW || s->r > FEW ? powersgd_panels : few)(s, units(s, first), units(s, last));
+            (s->k > FEW || s->r > FEW ? panels : few)(s, units(s, first), units(s, last));
             first -= s->count * s->n * s->m;
             last -= s->count * s->n * s->m;
         }

@@ -11,10 +11,8 @@
 #endif
 
 // Numbers of a vector that registers hold: compilers keep larger ones in memory.
-#if CHOSEN_WHEN_LOADED
-#define LANES 8
-#else
-#define LANES 4
+#ifndef LANES
+#define LANES (CHOSEN_WHEN_LOADED ? 8 : 4)
 #endif
 #define ROWS 4     // of a matrix, processed together: what is read of the factors serves all of them
 #define STRIP 256  // columns of a matrix that one thread multiplies from the left, whose sums stay in the cache
@@ -52,3 +50,5 @@ INLINE vector compensated(vector y, vector g, float growth, vector *spoiled) {
 
 // The stages for more than FEW columns of a factor: rows or, from the left, strips from ``first`` on.
 void powersgd_panels(const Stage *s, int64_t first, int64_t last);
+// The same with vectors of AVX-512.
+void powersgd_wide_panels(const Stage *s, int64_t first, int64_t last);

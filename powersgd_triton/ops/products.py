@@ -237,7 +237,7 @@ def _takes(M: Matrices, *factors: Tensor) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
+    return x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and x.numel() > 0
 
 
 def _are_plain(matrices: Matrices) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import Any
 
@@ -71,6 +72,25 @@ def test_groups_in_one_call_have_the_bits_of_each_alone():
     for _ in on_threads(1, 2, 3, 8):
         for found, expected in zip(run(shapes), alone, strict=True):
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.skipif(products.most_columns() <= products.FEW, reason="needs AVX2")
+@pytest.mark.parametrize("r", [9, 16, 21, 64])
+def test_averages_and_errors_have_the_same_bits_with_vectors_of_any_width(r: int, monkeypatch: pytest.MonkeyPatch):
+    """A job's processors may differ. Where there is AVX-512, this also runs the code for those without it."""
+    code, given = library(), (new(COUNT, N, M), new(COUNT, N, M) * 2)
+
+    def multiply(stages: Any, _count: int, _threads: int) -> None:
+        for stage in stages:
+            strips = -(-stage.m // 256) if stage.kind == products.BACKPROJECT else stage.n
+            code.powersgd_panels(ctypes.byref(stage), ctypes.c_int64(0), ctypes.c_int64(stage.count * strips))
+
+    usual = stages(r, given[0], given[1].clone())
+    monkeypatch.setattr(code, "powersgd_multiply", multiply)
+    narrow = stages(r, given[0], given[1].clone())
+    for name, found, expected in zip(("errors", "P", "Q", "average"), narrow, usual, strict=True):
+        assert name in "PQ" or torch.equal(found, expected), name
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("k", "r"), [(1, 1), (4, 4), (7, 7), (21, 21), (4, 16), (16, 4), (9, 64), (64, 17)])
