@@ -10,9 +10,10 @@ ADAPTERS = f"{NAME}.integrations"
 
 # Python loads it by ctypes: it uses neither Python's headers nor torch's. Not linked with OpenMP, whose functions are
 # those that torch has loaded. Without a compiler the package does without it.
+SOURCES = "host", "factors", "products", "panels", "wide_panels", "bases", "local_steps"
 HOST = Extension(
     f"{NAME}.ops._host",
-    [f"{NAME}/ops/{name}.c" for name in ("host", "factors", "products", "panels", "wide_panels", "bases", "local_steps")],
+    [f"{NAME}/ops/{name}.c" for name in SOURCES],
     depends=[f"{NAME}/ops/{name}.h" for name in ("common", "products")],
     extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,
