@@ -78,7 +78,8 @@ def test_groups_in_one_call_have_the_bits_of_each_alone():
 @pytest.mark.parametrize("r", [9, 16, 21, 64])
 def test_averages_and_errors_have_the_same_bits_with_vectors_of_any_width(r: int, monkeypatch: pytest.MonkeyPatch):
     """A job's processors may differ. Where there is AVX-512, this also runs the code for those without it."""
-    code, given = library(), (new(COUNT, N, M), new(COUNT, N, M) * 2)
+    code: Any = library()
+    given = (new(COUNT, N, M), new(COUNT, N, M) * 2)
 
     def multiply(stages: Any, _count: int, _threads: int) -> None:
         for stage in stages:
