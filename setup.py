@@ -10,7 +10,7 @@ ADAPTERS = f"{NAME}.integrations"
 
 # Python loads it by ctypes: it uses neither Python's headers nor torch's. Not linked with OpenMP, whose functions are
 # those that torch has loaded. Without a compiler the package does without it.
-SOURCES = "host", "factors", "products", "panels", "wide_panels", "bases", "local_steps"
+SOURCES = "host", "factors", "products", "panels", "wide_panels", "bases", "basis", "wide_basis", "local_steps"
 HOST = Extension(
     f"{NAME}.ops._host",
     [f"{NAME}/ops/{name}.c" for name in SOURCES],

@@ -1,4 +1,4 @@
-"""Orthonormal bases on the CPU: by CholeskyQR in C, ``bases.c``, or by Householder QR where that is too inexact."""
+"""Orthonormal bases on the CPU: by CholeskyQR in C, ``basis.c``, or by Householder QR where that is too inexact."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cholesky_qr(A: Sequence[Tensor], epsilon: float, *, out: Sequence[Tensor]) -
     Return whether each matrix is orthonormal, bool, one after the other.
 
     All is computed in fp64. Rounding errors grow by the root of the squares of the terms of a new column, relative to
-    its norm. Where that is large, ``bases.c`` decomposes once more what it has found. (Yamamoto, Nakatsukasa,
+    its norm. Where that is large, ``basis.c`` decomposes once more what it has found. (Yamamoto, Nakatsukasa,
     Yanagisawa, Fukaya: "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015.)
     """
     exact, groups = torch.empty(sum(map(len, A)), dtype=torch.bool, device="cpu"), []

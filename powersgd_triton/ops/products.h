@@ -1,4 +1,4 @@
-// What the products of few columns, products.c, and of more, panels.c, have in common.
+// What the products of few columns, products.c, and of more, panels.c, and the bases, basis.c, have in common.
 #pragma once
 
 #include "common.h"
@@ -14,7 +14,9 @@
 #ifndef LANES
 #define LANES (CHOSEN_WHEN_LOADED ? 8 : 4)
 #endif
+#ifndef ROWS
 #define ROWS 4     // of a matrix, processed together: what is read of the factors serves all of them
+#endif
 #define STRIP 256  // columns of a matrix that one thread multiplies from the left, whose sums stay in the cache
 #define FEW 8      // columns of factors whose sums stay in registers
 #define WIDTH 1024 // columns of a matrix for which FEW columns of two factors, 64 KiB, stay in the cache
@@ -52,3 +54,17 @@ INLINE vector compensated(vector y, vector g, float growth, vector *spoiled) {
 void powersgd_panels(const Stage *s, int64_t first, int64_t last);
 // The same with vectors of AVX-512.
 void powersgd_wide_panels(const Stage *s, int64_t first, int64_t last);
+
+#define SIDE 8  // columns of a panel of a factor in fp64
+
+typedef struct {
+    const float *A;  // [count, n, r]
+    float *out;      // the same
+    uint8_t *exact;  // [count]: whether the columns of ``out`` are orthonormal
+    int64_t count, n, r;
+    double enough, most;  // growth up to which one decomposition is exact enough, or else two
+} Factors;
+
+// Decompose a matrix of a group. The second one has vectors of AVX-512.
+void powersgd_basis(const Factors *f, int64_t matrix, int64_t threads);
+void powersgd_wide_basis(const Factors *f, int64_t matrix, int64_t threads);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops import bases, host
 from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
+from powersgd_triton.ops.products import FEW, most_columns
 from tests.support.checks import on_threads, random_states, step
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, departure, hard_inputs, nearly_dependent
 from tests.support.thinned import thinned
@@ -175,6 +177,23 @@ def test_same_bits_on_any_number_of_threads(n: int, r: int, count: int):
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert_basis_of(found[0], A)
+
+
+@pytest.mark.skipif(most_columns() <= FEW, reason="needs AVX2")
+@pytest.mark.parametrize("implementation", ["C"], indirect=True)
+@pytest.mark.parametrize("r", [8, 17, 64, 130])
+def test_same_bits_with_vectors_of_any_width(r: int):
+    """A job's processors may differ, and all workers need the same basis."""
+    A, code = torch.randn(1, 300, r, generator=torch.Generator().manual_seed(0)), host.library()
+    assert code is not None
+    found, narrow, exact = torch.empty_like(A), torch.full_like(A, NAN), torch.zeros(1, dtype=torch.bool)
+    assert bases.cholesky_qr([A], 0.0, out=[found]).all()
+    places = (x.data_ptr() for x in (A, narrow, exact))
+    code.powersgd_basis(
+        ctypes.byref(bases._Factors(*places, *A.shape, 1e4, 2**18)), *(ctypes.c_int64(i) for i in (0, 1))
+    )
+    assert exact
+    assert torch.equal(narrow, found)
 
 
 @pytest.mark.parametrize("implementation", ["C"], indirect=True)
