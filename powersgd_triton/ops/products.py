@@ -233,7 +233,8 @@ def most_columns() -> int:
 
 def _takes(M: Matrices, *factors: Tensor) -> bool:
     """Return whether the library takes matrices and factors."""
-    return most_columns() > 0 and all(_way(x) > 0 and _is_plain(x) for x in factors) and _are_plain(M)
+    most = most_columns()
+    return most > 0 and all(x.shape[-1] <= most and _is_plain(x) for x in factors) and _are_plain(M)
 
 
 def _is_plain(x: Tensor) -> bool:
