@@ -67,24 +67,11 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: bool | Tenso
     for group, keys, bases in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True):
         if group.rank >= min(group.n, group.m):
             continue
-        if keys.device.type == "cpu":
-            # Few matrices have their turn in a step. On other devices the host does not know which.
-            index = [i for i, key in enumerate(keys.tolist()) if (key + int(step)) % every == 0]
-            if index:
-                turn = torch.tensor(index)
-                columns = _explored(bases.index_select(0, turn), keys.index_select(0, turn), step, where)
-                bases.select(2, -1).index_copy_(0, turn, columns)
-        else:
-            chosen = (keys + step) % every == 0
-            bases[..., -1] = _explored(bases, keys, step, where & chosen.unsqueeze(1))
-
-
-def _explored(bases: Tensor, keys: Tensor, step: int | Tensor, where: bool | Tensor) -> Tensor:
-    """Return new last columns [B, m] for bases [B, m, r], or the old ones if ``where`` is False."""
-    directions = random_directions(keys + OTHER_KEY, step, 1, bases.shape[1]).to(bases.dtype)
-    inside = product(product(directions, bases), bases.transpose(1, 2))
-    directions, old = directions.squeeze(1), bases.select(2, -1)
-    rest = directions - inside.squeeze(1)
-    size, left = directions.square().sum(1, keepdim=True), rest.square().sum(1, keepdim=True)
-    explored = (rest + CARRY * old) * (left + CARRY**2).rsqrt()
-    return torch.where(where & (left > SMALLEST_REST * size), explored, old)
+        directions = random_directions(keys + OTHER_KEY, step, 1, group.m).to(bases.dtype)
+        inside = product(product(directions, bases), bases.transpose(1, 2))
+        directions, old = directions.squeeze(1), bases.select(2, -1)
+        rest = directions - inside.squeeze(1)
+        size, left = directions.square().sum(1, keepdim=True), rest.square().sum(1, keepdim=True)
+        explored = (rest + CARRY * old) * (left + CARRY**2).rsqrt()
+        chosen = ((keys + step) % every == 0).unsqueeze(1) & (left > SMALLEST_REST * size)
+        bases[..., -1] = torch.where(where & chosen, explored, old)
