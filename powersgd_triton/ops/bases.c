@@ -41,12 +41,16 @@ int32_t powersgd_orthogonalize(const Factors *groups, int32_t count, int32_t thr
 typedef struct {
     float *bases;         // [count, m, r]
     const int64_t *keys;  // [count]
-    int64_t count, m, r, every, step, other;
-    double carry, least;
+    int64_t count, m, r;
+    int64_t every, step;  // those explore for which key + step is a multiple of every
+    int64_t other;        // added to keys, for other random numbers
+    double carry, least;  // the weight of the old column, and the share of a direction's square that must be left
 } Bases;
 
 // A number of ops/orthogonalize.py's random directions.
-static inline double random_number(int64_t i, uint32_t stream) { return (mix(mix((uint32_t)i) ^ stream) >> 8) * 0x1p-23 - 1; }
+static inline double random_number(int64_t i, uint32_t stream) {
+    return (mix(mix((uint32_t)i) ^ stream) >> 8) * 0x1p-23 - 1;
+}
 
 CLONES static void explore(const Bases *b, float *basis, uint32_t stream) {
     double inside[b->r], size = 0, left = 0;
@@ -71,7 +75,8 @@ CLONES static void explore(const Bases *b, float *basis, uint32_t stream) {
 void powersgd_explore(const Bases *groups, int32_t count) {
     for (const Bases *b = groups; b < groups + count; b++)
         for (int64_t i = 0; i < b->count; i++) {
-            const uint32_t own = mix((uint32_t)(b->keys[i] + b->other)), salt = (uint32_t)b->step * 0x9E3779B9u + 0x85EBCA6Bu;
+            const uint32_t salt = (uint32_t)b->step * 0x9E3779B9u + 0x85EBCA6Bu;
+            const uint32_t own = mix((uint32_t)(b->keys[i] + b->other));
             if ((b->keys[i] + b->step) % b->every == 0) explore(b, b->bases + i * b->m * b->r, mix(own ^ salt));
         }
 }

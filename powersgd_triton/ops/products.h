@@ -1,4 +1,4 @@
-// What the products of few columns, products.c, and of more, panels.c, and the bases, basis.c, have in common.
+// What the products of few columns, products.c, those of more, panels.c, and the bases, basis.c, have in common.
 #pragma once
 
 #include "common.h"
