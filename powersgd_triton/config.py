@@ -176,8 +176,9 @@ class PowerSGDConfig:
             self._set(name, whole_number(name, getattr(self, name), minimum))
         if not (self.matrices is None or callable(self.matrices)):
             raise TypeError(f"matrices must be a function (name, shape) → (batch, rows, columns); got {self.matrices}")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32; got {self.seed}")
+        for name in ("seed", "explore_every"):
+            if getattr(self, name) >= 2**32:
+                raise ValueError(f"{name} must be below 2**32; got {getattr(self, name)}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             _check_number(name, getattr(self, name), 0)
         if (epsilon := self.orthogonalization_epsilon) >= 1:

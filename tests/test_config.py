@@ -50,6 +50,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seed": -1}, ValueError, "seed.*-1"),
     ({"seed": None}, TypeError, "seed.*None"),
     ({"seed": 2**32}, ValueError, f"seed must be below.*{2**32}"),
+    ({"explore_every": 2**64}, ValueError, f"explore_every must be below.*{2**64}"),
     *(({"min_compression_rate": v}, ValueError, f"min_compression_rate.*{v}") for v in (-0.5, NAN, INF)),
     *(({"min_compression_rate": v}, TypeError, f"min_compression_rate.*{v!r}") for v in ("2", True)),
     *(({"orthogonalization_epsilon": v}, ValueError, f"orthogonalization_epsilon.*{v}") for v in (-1e-8, 1.0, NAN)),

@@ -22,12 +22,16 @@ int32_t powersgd_orthogonalize(const Factors *groups, int32_t count, int32_t thr
     if (!__builtin_cpu_supports("x86-64-v3")) return 0;
 #endif
     int64_t all = 0, products = 0;
-    for (const Factors *f = groups; f < groups + count; all += f++->count) products += f->count * products_of(f);
+    for (const Factors *f = groups; f < groups + count; f++) {
+        all += f->count;
+        products += f->count * products_of(f);
+    }
     if (products < (int64_t)threads * LEAST_PRODUCTS) threads = 1;
     // Of a matrix with more than a thread's share of the work, each thread computes a part.
     const int64_t share = products / threads;
     for (const Factors *f = groups; f < groups + count; f++)
-        for (int64_t i = 0; i < f->count && products_of(f) > share; i++) basis_of(f)(f, i, threads);
+        if (products_of(f) > share)
+            for (int64_t i = 0; i < f->count; i++) basis_of(f)(f, i, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t i = 0; i < all; i++) {
         const Factors *f = groups;

@@ -42,10 +42,10 @@ def orthogonalize(
     if not all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (*A, *out)):
         each = zip(A, keys, out, strict=True)
         return sum(orthogonalize_reference(x, keys=k, step=step, epsilon=epsilon, out=basis) for x, k, basis in each)
-    zeroed: int | Tensor = 0
     exact = cholesky_qr(A, epsilon, out=out)
     if exact.all():
         return 0
+    zeroed: int | Tensor = 0
     for factors, own, basis, found in zip(A, keys, out, exact.split(list(map(len, A))), strict=True):
         (lost,) = (~found).nonzero(as_tuple=True)
         if len(lost):
@@ -58,31 +58,33 @@ def orthogonalize(
 def cholesky_qr(A: Sequence[Tensor], epsilon: float, *, out: Sequence[Tensor]) -> Tensor:
     """out = A R⁻¹ with RᵀR = AᵀA, for groups A [B, n, r] in fp32 on the CPU.
 
-    Return whether each matrix is orthonormal, bool, one after the other.
+    Return whether each matrix is orthonormal, bool, one group after the other.
 
     All is computed in fp64. Rounding errors grow by the root of the squares of the terms of a new column, relative to
     its norm. Where that is large, ``basis.c`` decomposes once more what it has found. (Yamamoto, Nakatsukasa,
     Yanagisawa, Fukaya: "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44, 2015.)
     """
-    exact, groups = torch.empty(sum(map(len, A)), dtype=torch.bool, device="cpu"), []
-    place, code = exact.data_ptr(), library()
+    exact = torch.empty(sum(map(len, A)), dtype=torch.bool, device="cpu")
+    groups, parts, code = [], exact.split(list(map(len, A))), library()
     # If the share of a column that is left is small, its terms are large.
     most = 1 / max(epsilon, SURELY_ALIVE)
-    for factors, basis in zip(A, out, strict=True):
+    for factors, basis, part in zip(A, out, parts, strict=True):
         count, n, r = factors.shape
         # A sum of as many terms as columns is at most the root of the squares times the root of their number.
         enough = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / (r * n)))
-        groups.append(_Factors(factors.data_ptr(), basis.data_ptr(), place, count, n, r, enough, most))
-        place += count
-    plain, arguments = all(x.is_contiguous() for x in (*A, *out)), ((_Factors * len(groups))(*groups), len(groups))
-    if not (code and plain and code.powersgd_orthogonalize(*arguments, torch.get_num_threads())):
-        found = [_in_torch(x, min(g.enough, most), basis) for x, g, basis in zip(A, groups, out, strict=True)]
-        torch.cat(found, out=exact)
+        places = factors.data_ptr(), basis.data_ptr(), part.data_ptr()
+        groups.append(_Factors(*places, count, n, r, enough, most))
+    if code is not None and all(x.is_contiguous() for x in (*A, *out)):
+        arguments = (_Factors * len(groups))(*groups), len(groups), torch.get_num_threads()
+        if code.powersgd_orthogonalize(*arguments):
+            return exact
+    for factors, basis, part, group in zip(A, out, parts, groups, strict=True):
+        part.copy_(_in_torch(factors, min(group.enough, most), basis))
     return exact
 
 
 def _in_torch(A: Tensor, most: float, out: Tensor) -> Tensor:
-    """The same for one group, but where the growth is larger than ``most``, the result is not orthonormal."""
+    """out = A R⁻¹ for one group. Return whether the terms have grown by no more than ``most``, bool [B]."""
     X = A.double()
     gram, identity = torch.bmm(X.mT, X), torch.eye(A.shape[2], dtype=X.dtype, device=A.device)
     L, failed = torch.linalg.cholesky_ex(gram)

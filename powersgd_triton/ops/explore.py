@@ -45,7 +45,8 @@ def explores(config: PowerSGDConfig, repetition: int) -> bool:
 def explore(bucket: Bucket, step: int | Tensor, *, where: bool | Tensor) -> None:
     """Do what ``explore_reference`` does, on the CPU in C. Directions have the same bits, sums differ by rounding."""
     function = getattr(library(), "powersgd_explore", None)
-    if function is None or where is not True or not isinstance(step, int) or bucket.basis.dtype != torch.float32:
+    plain = bucket.basis.is_cpu and bucket.basis.dtype == torch.float32
+    if function is None or not plain or where is not True or isinstance(step, Tensor):
         explore_reference(bucket, step, where=where)
         return
     numbers = bucket.config.explore_every, step, OTHER_KEY, CARRY, SMALLEST_REST
@@ -67,11 +68,14 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: bool | Tenso
     for group, keys, bases in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True):
         if group.rank >= min(group.n, group.m):
             continue
-        directions = random_directions(keys + OTHER_KEY, step, 1, group.m).to(bases.dtype)
-        inside = product(product(directions, bases), bases.transpose(1, 2))
-        directions, old = directions.squeeze(1), bases.select(2, -1)
+        turn = (keys + step) % every == 0
+        # Few matrices have their turn in a step. On other devices the host would have to wait to know which.
+        some = turn.nonzero().squeeze(1) if keys.is_cpu else slice(None)
+        directions, own = random_directions(keys[some] + OTHER_KEY, step, 1, group.m).to(bases.dtype), bases[some]
+        inside = product(product(directions, own), own.transpose(1, 2))
+        directions, old = directions.squeeze(1), own[..., -1]
         rest = directions - inside.squeeze(1)
         size, left = directions.square().sum(1, keepdim=True), rest.square().sum(1, keepdim=True)
         explored = (rest + CARRY * old) * (left + CARRY**2).rsqrt()
-        chosen = ((keys + step) % every == 0).unsqueeze(1) & (left > SMALLEST_REST * size)
-        bases[..., -1] = torch.where(where & chosen, explored, old)
+        chosen = where & turn[some].unsqueeze(1) & (left > SMALLEST_REST * size)
+        bases[some, :, -1] = torch.where(chosen, explored, old)

@@ -362,7 +362,7 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
                     scatter_bits(*codes++, bit < low ? bit % 8 : 7, (bit < MINIMUM(low, 8) ? lower : higher) + i);
             for (int byte = 0, i = 0, bytes = ((CHUNK >> low) + kept) / 8; byte < bytes; byte += 8) {
                 uint64_t bits = 0;
-                for (memcpy(&bits, unary + byte, bytes - byte < 8 ? bytes - byte : 8); bits; bits &= bits - 1, i++) {
+                for (memcpy(&bits, unary + byte, bytes - byte < 8 ? bytes - byte : 8); bits && i < kept; bits &= bits - 1, i++) {
                     const int32_t high = byte * 8 + __builtin_ctzll(bits) - i;
                     const int32_t place = high << low | (higher[i] & 0x7F) << 8 | lower[i];
                     out[place] += number(word(unit) ^ (uint32_t)(higher[i] & 0x80) << 24);
@@ -377,6 +377,9 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
     const int64_t parts = of->numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;                               \
     _Pragma("omp parallel for num_threads(parts) schedule(static)")                                                    \
     for (int64_t part = 0; part < parts; part++) work(of, blocks * part / parts, blocks * (part + 1) / parts)
+
+// Change the number here and in host.py when a function gets other arguments: a library may be older than Python's code.
+void powersgd_interface_2(void) {}
 
 void powersgd_encode(const Encoding *e, int32_t threads) { IN_PARTS(encode_blocks, e, BLOCK); }
 void powersgd_decode(const Decoding *d, int32_t threads) { IN_PARTS(decode_blocks, d, BLOCK); }

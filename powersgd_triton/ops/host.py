@@ -23,6 +23,9 @@ from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_ref
 FORMATS = ("int4", "int8", "fp8", "bf16")
 """Formats with blocks that the library has, in its order. It has the sparse format too."""
 
+INTERFACE = "powersgd_interface_2"
+"""What a library has that takes the arguments of this version."""
+
 LARGE = 1 << 20
 """Bytes from which on memory is in large pages, of 2 MiB each, and is used again."""
 
@@ -55,13 +58,14 @@ class _Decoding(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """Return the library, or None where it was not built: without a C compiler, or beside another OpenMP than torch's.
 
-    Its threads are torch's. It is linked with the OpenMP that torch has loaded, so that there is one pool.
+    One that was built for other arguments is not used. The library's threads are torch's: it is linked with the OpenMP
+    that torch has loaded, so that there is one pool.
     """
     for path in Path(__file__).parent.glob("_host*.so"):
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            code = ctypes.CDLL(str(path))
+            if hasattr(code, INTERFACE):
+                return code
     return None
 
 

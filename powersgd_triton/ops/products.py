@@ -71,21 +71,20 @@ def compensate_backproject(
     out: Sequence[Tensor],
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
-    stages, known, looks = _Stages(), list[tuple[Matrices, Tensor, Tensor]](), list[tuple[Matrices, Tensor, Tensor]]()
+    stages, rest = _Stages(), list[tuple[Matrices, Matrices, Tensor, Tensor | None, Tensor]]()
     for g, m, product, basis, Q in zip(G, M, pending, P, out, strict=True):
         product, rows = _pending(m, product, basis), basis.new_empty(*basis.shape[:2], 1)
         if m is None:
-            known.append((g, basis, Q))
+            rest.append((g, g, basis, None, Q))
         # A product by zeros says which rows of G are not finite.
         elif _way(basis) > 0 and stages.compensate(g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
-            known.append((m, basis, Q))
-            looks.append((g, rows, Q))
+            rest.append((g, m, basis, rows, Q))
         else:
             compensate_backproject_reference(g, m, product, basis, growth=growth, out=Q)
     stages.run()
-    backproject([M for M, _, _ in known], [P for _, P, _ in known], out=[Q for _, _, Q in known])
-    for g, rows, Q in looks:
-        if not math.isfinite(rows.sum()):
+    backproject([m for _, m, *_ in rest], [basis for _, _, basis, *_ in rest], out=[Q for *_, Q in rest])
+    for g, _, _, rows_of_g, Q in rest:
+        if rows_of_g is not None and not math.isfinite(rows_of_g.sum()):
             for own, column in zip(g, Q, strict=True):
                 column.add_((own - torch.where(own.isfinite(), own, 0)).sum(0).unsqueeze(1))
 
@@ -202,7 +201,8 @@ class _Stages:
     def run(self) -> None:
         """Compute the stages that were added."""
         host, count = library(), len(self._stages)
-        if host is not None and count:
+        if count:
+            assert host is not None
             host.powersgd_multiply((_Stage * count)(*self._stages), count, torch.get_num_threads())
 
 

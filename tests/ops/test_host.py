@@ -1,4 +1,4 @@
-"""Memory of the CPU: freed memory is used again, as new memory takes longer than what is computed in it."""
+"""The library in C, and memory of the CPU: freed memory is used again, as new memory takes longer than to compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from powersgd_triton.ops import host
 from powersgd_triton.ops.host import LARGE, new_memory
 
 CPU = torch.device("cpu")
+
+
+def test_a_library_that_was_built_for_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "INTERFACE", "powersgd_interface_0")
+    assert host.library.__wrapped__() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take freed memory back")

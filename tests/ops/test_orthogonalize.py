@@ -45,6 +45,10 @@ def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) 
     return out
 
 
+def test_no_groups():
+    assert bases.orthogonalize([], keys=[], step=0, out=[]) == 0
+
+
 def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> int:
     keys = torch.arange(A.shape[0]) + key
     if by_bases:
