@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +27,7 @@ NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
+@functools.cache
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add, as in ``torch.distributed.checkpoint``."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -72,15 +72,19 @@ class LocalTensors:
     @staticmethod
     def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
         """Return a view of ``padded``, which has zeros at the ends of its dimensions, in the shape of ``tensor``."""
-        return padded[tuple(slice(size) for size in tensor.shape)]
+        same = padded.shape == tensor.shape
+        return padded if same else padded[tuple(slice(size) for size in tensor.shape)]
 
     def memory(self, like: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """Return {name: new memory, padded} in the dtypes of ``like``, on its devices by default.
+        """Return {name: new memory, padded} in the dtypes of ``like`` or fp32, on its devices by default.
 
         Tensors lie one after the other, so that what is sent of them need not be copied first.
         """
         found: dict[str, Tensor] = {}
-        kinds = {name: (tensor.dtype, device or tensor.device) for name, tensor in like.items()}
+        wide = {
+            dtype: torch.promote_types(dtype, torch.float32) for dtype in {tensor.dtype for tensor in like.values()}
+        }
+        kinds = {name: (wide[tensor.dtype], device or tensor.device) for name, tensor in like.items()}
         for kind in dict.fromkeys(kinds.values()):
             shapes = {name: self.shapes[name] for name in kinds if kinds[name] == kind}
             sizes = [math.prod(shape) for shape in shapes.values()]

@@ -39,7 +39,7 @@ class OuterState:
         self, local: LocalTensors, outer: Outer | None, engine: Engine, device: torch.device, inner: Any
     ) -> None:
         self.local, self._engine, self.device, self._inner = local, engine, device, inner
-        self.shared = {name: _shared(tensor) for name, tensor in local.tensors()}
+        self.shared = self._new(dict(local.tensors()))
         parameters = list(self.shared.values())
         # By default, θ becomes the mean of the local parameters.
         self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
@@ -61,7 +61,8 @@ class OuterState:
 
     def settings(self) -> Facts:
         """Return the kind and the settings of the outer optimizer, which must be equal on all workers."""
-        names, facts = {id(p): name for name, p in self.shared.items()}, {"outer": type(self.optimizer).__name__}
+        names, plain = {id(p): name for name, p in self.shared.items()}, self.rate() is not None
+        facts = {"outer": type(self.optimizer).__name__, "outer adds a multiple of the mean": plain}
         for index, group in enumerate(self.optimizer.param_groups):
             for key, value in {**group, "params": [names.get(id(p)) for p in group["params"]]}.items():
                 text = json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else type(v).__name__)
@@ -88,9 +89,20 @@ class OuterState:
                 self._average([local(parameter)], local(parameter).isfinite().all())
             else:
                 broadcast_from_first([local(parameter)], self._engine.communicator)
-        for name, parameter in new.items():
-            self.local.shapes[name], self.shared[name] = largest_part(parameter), _shared(local(parameter))
-            self.optimizer.param_groups[0]["params"].append(self.shared[name])
+        self.local.shapes.update({name: largest_part(parameter) for name, parameter in new.items()})
+        added = self._new({name: local(parameter) for name, parameter in new.items()})
+        self.shared |= added
+        self.optimizer.param_groups[0]["params"] += added.values()
+
+    def rate(self) -> float | None:
+        """Return r if the outer optimizer does θ ← θ − r · mean with all tensors. None if it does anything else."""
+        found, groups = self.optimizer, self.optimizer.param_groups
+        hooks = (*found._optimizer_step_pre_hooks, *found._optimizer_step_post_hooks)
+        if type(found) is not torch.optim.SGD or hooks or len(self.names()) < len(self.shared):
+            return None
+        more = any(group[key] for group in groups for key in ("momentum", "weight_decay", "maximize"))
+        rates = {rate for rate in (group["lr"] for group in groups) if not isinstance(rate, Tensor)}
+        return rates.pop() if len(rates) == 1 and not more else None
 
     def names(self) -> list[str]:
         """Return the names of the shared parameters in the order of the optimizer."""
@@ -141,7 +153,7 @@ class OuterState:
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
         ``copies``: memory for those of now. Its tensors are replaced by views of them without padding.
         """
-        found, extremes = self.local.memory(self.shared, self.device), list[Tensor]()
+        found, parameters = self.local.memory(self.shared, self.device), []
         for name, tensor in self.local.tensors():
             start = self._starts[name] if name in self._starts else self.rounded(name, tensor)
             own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
@@ -149,7 +161,8 @@ class OuterState:
                 found[name].zero_()
             if copies:
                 copies[name] = self.local.without_padding(copies[name], tensor)
-            extremes += subtract(start, own, out=gradient, copy=copies[name] if copies else None)
+            parameters.append((start, own, gradient, copies[name] if copies else None))
+        extremes = subtract(parameters)
         if finite is None:
             finite = self._is_finite(extremes)
         if not known(finite):
@@ -288,6 +301,10 @@ class OuterState:
                     found[f"state {key!r} of parameter {index}"] = local(state)
         return found
 
-
-def _shared(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
+    def _new(self, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """Return {name: θ}, copies in at least fp32."""
+        memory = self.local.memory(tensors)
+        # Contiguous, as optimizers expect it. With padding, that is another copy.
+        return {
+            n: nn.Parameter(self.local.without_padding(memory[n], t).copy_(t).contiguous()) for n, t in tensors.items()
+        }

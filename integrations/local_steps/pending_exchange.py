@@ -11,10 +11,10 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import on_streams
-from powersgd_triton.core.scheme import Average
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
 from powersgd_triton.ops.local_steps import go_on
+from powersgd_triton.schemes.quantized import QuantizedAverage
 
 FRAGMENT = 1 << 25
 """Elements of the model that are exchanged at a time, since an exchange needs memory for several copies of them."""
@@ -54,7 +54,7 @@ class PendingExchange:
         self._delay = self._left = delay
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
-        self._averages: list[tuple[Average, list[str]]] = []
+        self._averages: list[tuple[QuantizedAverage, list[str]]] = []
         self.counts = False
         undo.begin()
 
@@ -99,13 +99,21 @@ class PendingExchange:
 
         The parameters as it began are overwritten. Call it again if the outer optimizer raises an exception.
         """
-        outer, begun = self._outer, self.begun
+        outer, begun, theta = self._outer, self.begun, self._outer.theta()
         if self._averages:
-            self.gradients = outer.local.memory({n: outer.shared[n] for n in self.gradients}, outer.device)
+            padded = any(theta[name].shape != gradient.shape for name, gradient in self.gradients.items())
+            # A mean that is only to be added need not be in memory.
+            rate, gradients = None if padded else outer.rate(), {}
+            if rate is None:
+                gradients = outer.local.memory({name: theta[name] for name in self.gradients}, outer.device)
             with on_streams(self._engine):
                 for average, names in self._averages:
-                    average.reconstruct({name: self.gradients[name] for name in names}, None)
+                    if rate is None:
+                        average.reconstruct({name: gradients[name] for name in names}, None)
+                    else:
+                        average.add_to({name: theta[name] for name in names}, -rate)
                 self._averages.clear()
+            self.gradients = gradients
         for name, mean in self.gradients.items():
             parameter = outer.shared[name]
             parameter.grad = outer.local.without_padding(mean, parameter).to(parameter.device)
@@ -115,9 +123,10 @@ class PendingExchange:
             begun |= {} if begun else outer.begin(self.finite, copied=True)[2]
             raise
         outer.optimizer.zero_grad()
-        for name, tensor in outer.local.tensors():
-            theta = outer.shared[name].detach()
-            outer.write_one(name, tensor, go_on(tensor, theta, begun.get(name), errors.get(name), keep))
+        own = dict(outer.local.tensors())
+        parameters = {name: (own[name], theta[name], begun.get(name), errors.get(name)) for name in own}
+        for name, value in go_on(parameters, keep):
+            outer.write_one(name, own[name], value)
         outer.local.refresh()
 
     def take_back(self) -> None:

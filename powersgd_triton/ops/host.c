@@ -266,6 +266,8 @@ static inline int32_t choose(const float *x, const int16_t *upper, int32_t least
     for (int i = 0; i < CHUNK; i++) large[i] = upper[i] >= (int16_t)least;
     for (int i = 0; i < CHUNK; i += 64) {
         uint64_t found = 0;
+        // The next chunk. Processors do not look so far ahead.
+        for (int k = 0; k < 64; k += 16) __builtin_prefetch(x + CHUNK + i + k);
         for (int k = 0; k < 8; k++) found |= (uint64_t)gather_bits(large + i + 8 * k, 0) << 8 * k;
         for (; found; found &= found - 1) places[listed++] = (uint16_t)(i + __builtin_ctzll(found));
     }
@@ -348,6 +350,7 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
         const int32_t n = left < CHUNK ? (int32_t)left : CHUNK;
         float *out = d->out + chunk * CHUNK;
         for (int i = 0; i < n; i++) out[i] = !d->fresh && fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
+        int32_t next = 0;
         for (int64_t message = 0; message < d->messages; message++) {
             const uint8_t *content = d->content + message * d->size;
             const uint8_t *codes = content + d->codes + chunk * chunk_bytes(kept, low);
@@ -365,6 +368,9 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
                 for (memcpy(&bits, unary + byte, bytes - byte < 8 ? bytes - byte : 8); bits && i < kept; bits &= bits - 1, i++) {
                     const int32_t high = byte * 8 + __builtin_ctzll(bits) - i;
                     const int32_t place = high << low | (higher[i] & 0x7F) << 8 | lower[i];
+                    // The next chunk, line by line: many at a time would have to wait.
+                    __builtin_prefetch(out + CHUNK + next, 1);
+                    next = (next + 16) % CHUNK;
                     out[place] += number(word(unit) ^ (uint32_t)(higher[i] & 0x80) << 24);
                 }
             }
@@ -379,7 +385,7 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
     for (int64_t part = 0; part < parts; part++) work(of, blocks * part / parts, blocks * (part + 1) / parts)
 
 // Change the number here and in host.py when a function gets other arguments: a library may be older than Python's code.
-void powersgd_interface_2(void) {}
+void powersgd_interface_3(void) {}
 
 void powersgd_encode(const Encoding *e, int32_t threads) { IN_PARTS(encode_blocks, e, BLOCK); }
 void powersgd_decode(const Decoding *d, int32_t threads) { IN_PARTS(decode_blocks, d, BLOCK); }

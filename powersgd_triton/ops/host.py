@@ -23,7 +23,7 @@ from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_ref
 FORMATS = ("int4", "int8", "fp8", "bf16")
 """Formats with blocks that the library has, in its order. It has the sparse format too."""
 
-INTERFACE = "powersgd_interface_2"
+INTERFACE = "powersgd_interface_3"
 """What a library has that takes the arguments of this version."""
 
 LARGE = 1 << 20

@@ -1,13 +1,21 @@
-// Local steps on the CPU: what ops/local_steps.py defines. One pass over a parameter, where operations of torch take
-// three. All arrays have numel elements, and do not overlap.
+// Local steps on the CPU: what ops/local_steps.py defines. One pass over the parameters, where operations of torch take
+// three. Arrays of a piece have numel elements, and do not overlap.
 
 #include <stddef.h>
 
 #include "common.h"
 
-// The greatest magnitude of out, as its bits, among which those of NaN are the greatest.
-CLONES static int32_t subtract(const float *start, const float *own, float *restrict out, float *restrict copy, int64_t n) {
+typedef struct {
+    float *arrays[4];  // NULL for what is left out
+    int64_t numel;
+} Piece;
+
+// out = start - own, copy = own. The greatest magnitude of out, as its bits, among which those of NaN are the greatest.
+CLONES static int32_t subtract(float *const *arrays, int64_t first, int64_t n, float keep) {
+    const float *start = arrays[0] + first, *own = arrays[1] + first;
+    float *restrict out = arrays[2] + first, *restrict copy = arrays[3] ? arrays[3] + first : NULL;
     int32_t largest = 0;
+    (void)keep;
     for (int64_t i = 0; i < n; i++) {
         const float difference = start[i] - own[i];
         const int32_t magnitude = (int32_t)(word(difference) & 0x7FFFFFFF);
@@ -18,37 +26,44 @@ CLONES static int32_t subtract(const float *start, const float *own, float *rest
     return largest;
 }
 
-CLONES static void go_on(float *restrict own, const float *shared, const float *begun, const float *error, float keep,
-                         int64_t n) {
+// own = own - begun + shared - keep * error. Without begun, own - begun is left out.
+CLONES static int32_t go_on(float *const *arrays, int64_t first, int64_t n, float keep) {
+    float *restrict own = arrays[0] + first;
+    const float *shared = arrays[1] + first, *begun = arrays[2] ? arrays[2] + first : NULL;
+    const float *error = arrays[3] ? arrays[3] + first : NULL;
     for (int64_t i = 0; i < n; i++) {
         const float value = begun ? own[i] - begun[i] + shared[i] : shared[i];
         own[i] = error ? value - keep * error[i] : value;
     }
+    return 0;
 }
 
-#define AT(pointer) ((pointer) ? (pointer) + first : NULL)
-
-// out = start - own, copy = own, largest = the greatest magnitude of out. copy may be NULL.
-void powersgd_subtract(const float *start, const float *own, float *out, float *copy, float *largest, int64_t numel,
-                       int32_t threads) {
+// Threads divide the elements of all pieces. Return the greatest of what the parts return.
+static int32_t in_parts(int32_t (*work)(float *const *, int64_t, int64_t, float), const Piece *pieces, int64_t count,
+                        float keep, int32_t threads) {
+    int64_t numel = 0;
     int32_t most = 0;
+    for (int64_t i = 0; i < count; i++) numel += pieces[i].numel;
     const int64_t parts = numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
 #pragma omp parallel for num_threads(parts) schedule(static) reduction(max : most)
     for (int64_t part = 0; part < parts; part++) {
-        const int64_t first = numel * part / parts, last = numel * (part + 1) / parts;
-        const int32_t found = subtract(start + first, own + first, out + first, AT(copy), last - first);
-        most = MAXIMUM(found, most);
+        int64_t before = 0;
+        for (const Piece *piece = pieces; piece < pieces + count; before += piece++->numel) {
+            const int64_t first = MAXIMUM(numel * part / parts - before, 0);
+            const int64_t last = MINIMUM(numel * (part + 1) / parts - before, piece->numel);
+            const int32_t found = first < last ? work(piece->arrays, first, last - first, keep) : 0;
+            most = MAXIMUM(found, most);
+        }
     }
-    *largest = number((uint32_t)most);
+    return most;
 }
 
-// own = own - begun + shared - keep * error. If begun is NULL, own - begun is left out. error may be NULL, too.
-void powersgd_go_on(float *own, const float *shared, const float *begun, const float *error, float keep, int64_t numel,
-                    int32_t threads) {
-    const int64_t parts = numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;
-#pragma omp parallel for num_threads(parts) schedule(static)
-    for (int64_t part = 0; part < parts; part++) {
-        const int64_t first = numel * part / parts, last = numel * (part + 1) / parts;
-        go_on(own + first, shared + first, AT(begun), AT(error), keep, last - first);
-    }
+// Pieces have start, own, out and copy.
+void powersgd_subtract(const Piece *pieces, int64_t count, float *largest, int32_t threads) {
+    *largest = number((uint32_t)in_parts(subtract, pieces, count, 0, threads));
+}
+
+// Pieces have own, shared, begun and error.
+void powersgd_go_on(const Piece *pieces, int64_t count, float keep, int32_t threads) {
+    in_parts(go_on, pieces, count, keep, threads);
 }

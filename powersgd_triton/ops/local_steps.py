@@ -1,8 +1,9 @@
-"""What local steps do to a parameter: in plain torch, and on the CPU in C, ``local_steps.c``, in one pass over it."""
+"""What local steps do to parameters: in plain torch, and on the CPU in C, ``local_steps.c``, in one pass over them."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,49 +11,70 @@ from torch import Tensor
 from powersgd_triton.ops.host import library
 from powersgd_triton.ops.reference import on_host
 
+Parameter = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Tensors of one shape that belong to a parameter."""
 
-def subtract(start: Tensor, own: Tensor, *, out: Tensor, copy: Tensor | None = None) -> list[Tensor]:
-    """out ← start − own, and copy ← own. Return extremes of ``out``, not finite if one of its elements is not.
 
-    All have the same shape. ``out`` may lie on another device than the others.
+class _Piece(ctypes.Structure):
+    _fields_ = (("arrays", ctypes.c_void_p * 4), ("numel", ctypes.c_int64))
+
+
+def subtract(parameters: Iterable[tuple[Tensor, Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
+    """out ← start − own, and copy ← own, for each (start, own, out, copy).
+
+    Return extremes of all ``out``, not finite if one of their elements is not. ``out`` may lie on another device.
     """
-    code = _library(start, own, out, copy)
-    if code is not None:
-        largest = torch.empty((), dtype=torch.float32)
-        pointers = (None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (start, own, out, copy, largest))
-        code.powersgd_subtract(*pointers, ctypes.c_int64(out.numel()), torch.get_num_threads())
-        return [largest]
-    if start.device == out.device:
-        torch.sub(start, own, out=out)
-    else:
-        out.copy_(start - own)
-    if copy is not None:
-        copy.copy_(own)
-    # Several times as fast on the CPU as a norm.
-    return [*torch.aminmax(out)] if out.numel() else []
+    pieces, extremes = list[_Piece](), list[Tensor]()
+    for start, own, out, copy in parameters:
+        if piece := _piece(start, own, out, copy):
+            pieces.append(piece)
+            continue
+        if start.device == out.device:
+            torch.sub(start, own, out=out)
+        else:
+            out.copy_(start - own)
+        if copy is not None:
+            copy.copy_(own)
+        # Several times as fast on the CPU as a norm.
+        extremes += torch.aminmax(out) if out.numel() else ()
+    code, largest = library(), torch.empty((), dtype=torch.float32)
+    if code is None or not pieces:
+        return extremes
+    many, count = (_Piece * len(pieces))(*pieces), ctypes.c_int64(len(pieces))
+    code.powersgd_subtract(many, count, ctypes.c_void_p(largest.data_ptr()), torch.get_num_threads())
+    return [*extremes, largest]
 
 
-def go_on(own: Tensor, shared: Tensor, begun: Tensor | None, error: Tensor | None, keep: float) -> Tensor:
-    """Return own − begun + shared − keep · error. If ``own`` has the dtype of ``shared``, this overwrites it.
+def go_on(parameters: Mapping[str, Parameter], keep: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, own − begun + shared − keep · error) for each {name: (own, shared, begun, error)}, in any order.
 
-    Without ``begun``, return shared − keep · error, and without an error, leave that out. All have the same shape, and
-    ``shared`` and ``begun`` the same dtype.
+    Without ``begun``, this is shared − keep · error, and without an error, leave that out. If ``own`` has the dtype of
+    ``shared``, this overwrites it. ``shared`` and ``begun`` have one dtype.
     """
-    code = None if begun is None and error is None else _library(own, shared, begun, error)
-    if code is not None:
-        pointers = (None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (own, shared, begun, error))
-        numbers = ctypes.c_float(keep), ctypes.c_int64(own.numel()), torch.get_num_threads()
-        code.powersgd_go_on(*pointers, *numbers)
-        return own
-    # In memory that is there, since new pages are slow on the CPU.
-    memory, value = own.to(shared.dtype), shared
-    if begun is not None:
-        value = memory.sub_(begun).add_(shared)
-    return value if error is None else torch.sub(value, error.to(value), alpha=keep, out=memory)
+    pieces = dict[str, _Piece]()
+    for name, (own, shared, begun, error) in parameters.items():
+        changed = begun is not None or error is not None
+        if changed and (piece := _piece(own, shared, begun, error)):
+            pieces[name] = piece
+            continue
+        # In memory that is there, since new pages are slow on the CPU.
+        memory, value = own.to(shared.dtype), shared
+        if begun is not None:
+            value = memory.sub_(begun).add_(shared)
+        yield name, value if error is None else torch.sub(value, error.to(value), alpha=keep, out=memory)
+    code = library()
+    if code is not None and pieces:
+        many, count = (_Piece * len(pieces))(*pieces.values()), ctypes.c_int64(len(pieces))
+        code.powersgd_go_on(many, count, ctypes.c_float(keep), torch.get_num_threads())
+    yield from ((name, parameters[name][0]) for name in pieces)
 
 
-def _library(*tensors: Tensor | None) -> ctypes.CDLL | None:
-    """Return the library in C if it takes these tensors. Torch says what is wrong with those of different shapes."""
+def _piece(*tensors: Tensor | None) -> _Piece | None:
+    """Return where the tensors lie, if the library takes them. Torch says what is wrong if shapes differ."""
     given = [x for x in tensors if x is not None]
-    takes = all(x.dtype == torch.float32 and on_host(x) and x.is_contiguous() for x in given)
-    return library() if takes and len({x.shape for x in given}) == 1 else None
+    shape = given[0].shape
+    if library() is None or not all(
+        x.dtype == torch.float32 and on_host(x) and x.is_contiguous() and x.shape == shape for x in given
+    ):
+        return None
+    return _Piece((ctypes.c_void_p * 4)(*(None if x is None else x.data_ptr() for x in tensors)), shape.numel())

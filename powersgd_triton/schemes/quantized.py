@@ -77,6 +77,13 @@ class QuantizedAverage:
         else:
             self.messages.write(whole)
 
+    def add_to(self, tensors: Mapping[str, Tensor], rate: float) -> None:
+        """Add ``rate`` times the average to tensors of fp32 or fp64: the same bits wherever they lie."""
+        whole = flat(self.layout, tensors).to(self.messages.content.device)
+        self.messages.write(whole, rate)
+        if whole.data_ptr() != tensors[self.layout.segments[0].name].data_ptr():
+            FlatAverage(self.layout, whole).reconstruct(tensors, None)
+
     def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         self._decoded().reconstruct_ranges(out, overflow)
 

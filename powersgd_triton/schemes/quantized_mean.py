@@ -104,20 +104,21 @@ class Messages:
         else:
             note_overflow(content, verdict)
 
-    def write(self, out: Tensor) -> Tensor:
-        """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
+    def write(self, out: Tensor, rate: float | None = None) -> Tensor:
+        """Write the mean to ``out`` [numel], contiguous, or add ``rate`` times the mean to it. Return it."""
+        fresh = rate is None
         if self.content.dtype != torch.uint8:
-            return out.copy_(self.content)
+            return out.copy_(self.content) if rate is None else out.add_(self.content, alpha=rate)
         width, apply = _format(self.config), difference_codec(self.config, out.device, out.dtype).apply
-        workers = len(self.content)
+        workers, weight = len(self.content), (1.0 if rate is None else rate) / len(self.content)
         if self.each >= self.numel:
-            apply(Decoding(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True))
+            apply(Decoding(self.content, width, out.expand(workers, -1), weight, fresh=fresh))
             return out
-        full, weight = self.numel // self.each, 1 / workers
+        full = self.numel // self.each
         whole, rest = out[: full * self.each].view(full, self.each), out[full * self.each :][None]
-        apply(Decoding(self.content[:full], width, whole, weight, fresh=True))
+        apply(Decoding(self.content[:full], width, whole, weight, fresh=fresh))
         if rest.numel():
-            apply(Decoding(self.content[full : full + 1], width, rest, weight, self.each, fresh=True))
+            apply(Decoding(self.content[full : full + 1], width, rest, weight, self.each, fresh=fresh))
         return out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops import host, local_steps
-from powersgd_triton.ops.local_steps import go_on, subtract
+from powersgd_triton.ops.local_steps import Parameter, go_on, subtract
 
 SHAPES = ((0,), (1,), (7, 5), (301, 300))
 KEEP = 0.9
@@ -27,53 +27,69 @@ def drawn(shape: tuple[int, ...], number: int) -> list[Tensor]:
     return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(number)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_subtract(shape: tuple[int, ...]):
-    start, own, out, copy = drawn(shape, 4)
-    for given in (copy, None):
-        extremes = subtract(start, own, out=out, copy=given)
-        assert torch.equal(out, start - own)
-        assert max((float(extreme.abs()) for extreme in extremes), default=0.0) == max(
-            out.abs().flatten().tolist() or [0]
-        )
-    assert torch.equal(copy, own)
-    for place, value in itertools.product((0, -1), (torch.nan, torch.inf, -torch.inf) if own.numel() else ()):
-        spoiled = own.clone()
-        spoiled.view(-1)[place] = value
-        assert not torch.stack(subtract(start, spoiled, out=out)).isfinite().all(), (place, value)
+def test_subtract():
+    groups = [drawn(shape, 4) for shape in SHAPES]
+    for has_copy in (True, False):
+        extremes = subtract([(start, own, out, copy if has_copy else None) for start, own, out, copy in groups])
+        for start, own, out, copy in groups:
+            assert torch.equal(out, start - own)
+            assert not has_copy or torch.equal(copy, own)
+        largest = max(float(out.abs().max()) for _, _, out, _ in groups if out.numel())
+        assert max(float(extreme.abs()) for extreme in extremes) == largest
+    for (start, own, out, _), place in itertools.product(groups[1:], (0, -1)):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoiled = own.clone()
+            spoiled.view(-1)[place] = value
+            assert not torch.stack(subtract([(start, spoiled, out, None)])).isfinite().all(), (place, value)
     torch.set_default_dtype(torch.float64)
     try:
-        extremes = subtract(start, own * torch.nan, out=out)
-        assert not own.numel() or not torch.stack(extremes).isfinite().any()
+        assert not torch.stack(subtract([(start, own * torch.nan, out, None)])).isfinite().any()
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_go_on(shape: tuple[int, ...]):
+def values_of(parameters: list[Parameter]) -> list[Tensor]:
+    found = dict(go_on(dict(zip("abcd", parameters, strict=False)), KEEP))
+    return [found[name] for name in sorted(found)]
+
+
+def test_go_on():
     for has_begun, has_error in itertools.product((True, False), repeat=2):
-        own, shared, begun, error = drawn(shape, 4)
-        expected = shared + has_begun * (own - begun) - KEEP * has_error * error
-        before = shared.clone()
-        value = go_on(own, shared, begun if has_begun else None, error if has_error else None, KEEP)
-        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(shared, before)
-        assert value.data_ptr() == (own if has_begun or has_error else shared).data_ptr()
+        groups = [drawn(shape, 4) for shape in SHAPES]
+        expected = [s + has_begun * (own - begun) - KEEP * has_error * error for own, s, begun, error in groups]
+        before = [shared.clone() for _, shared, _, _ in groups]
+        values = values_of([(o, s, b if has_begun else None, e if has_error else None) for o, s, b, e in groups])
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+        for (own, shared, _, _), value, old in zip(groups, values, before, strict=True):
+            assert torch.equal(shared, old)
+            assert value.data_ptr() == (own if has_begun or has_error else shared).data_ptr()
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_threads_divide_all_elements(threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        test_subtract()
+        test_go_on()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_other_dtypes_and_strides(way: str):
-    """These are torch's."""
+    """These are torch's, beside others of the library."""
     own, shared, begun, error = drawn((6, 4), 4)
     expected = shared + own.bfloat16() - begun - KEEP * error
     half = own.bfloat16()
-    torch.testing.assert_close(go_on(half, shared, begun, error, KEEP), expected)
+    values = values_of([(half, shared, begun, error), (own.clone(), shared, begun, error)])
+    torch.testing.assert_close(values, [expected, shared + own - begun - KEEP * error])
     assert torch.equal(half, own.bfloat16())
     for other in (own.t().contiguous().t(), own.double()):
-        assert local_steps._library(shared, other) is None
+        assert local_steps._piece(shared, other) is None
         out = torch.empty_like(shared)
-        subtract(shared, other, out=out, copy=begun)
+        subtract([(shared, other, out, begun)])
         assert torch.equal(out, shared - own)
         assert torch.equal(begun, own)
-    assert (local_steps._library(shared, own) is None) == (way == "torch")
+    assert (local_steps._piece(shared, own) is None) == (way == "torch")
     with pytest.raises(RuntimeError, match="size"):
-        go_on(torch.zeros(9, 4), shared, begun, error, KEEP)
+        values_of([(torch.zeros(9, 4), shared, begun, error)])
