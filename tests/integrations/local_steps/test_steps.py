@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 from unittest import mock
@@ -17,8 +18,20 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
+from powersgd_triton.schemes.quantized import QuantizedAverage
 from tests.support.distributed import make_test
-from tests.support.local_steps import NESTEROV, TERNARY, WITH_MOMENTUM, Training, flat, mean, model, owed, theta
+from tests.support.local_steps import (
+    NESTEROV,
+    TERNARY,
+    WITH_MOMENTUM,
+    Training,
+    flat,
+    mean,
+    model,
+    owed,
+    same_bits,
+    theta,
+)
 from tests.support.training import complaint, logged, warnings
 
 STEPS, EVERY = 12, 4
@@ -47,6 +60,32 @@ def equals_diloco(worker: int, _world_size: int) -> None:
         apart.net.load_state_dict(shared.state_dict())
     got.train(STEPS)
     assert (got.flat() - flat(shared)).abs().max() <= 1e-5 < 0.01 < (got.flat() - got.start).abs().max()
+
+
+class Other(torch.optim.SGD):
+    """An optimizer that needs gradients, for all that is known of it."""
+
+
+def adds_averages_to_theta(worker: int, _world_size: int) -> None:
+    """A plain outer SGD does so without a gradient, and ends where another optimizer with its rate ends."""
+    spy = functools.partial(mock.patch.object, QuantizedAverage, "add_to", autospec=True)
+    for config, delay, keep in (("ternary", 0, None), ("sparse", 1, 0.9), ("int8", 1, None)):
+        found = []
+        for optimizer in (torch.optim.SGD, Other):
+            outer = functools.partial(optimizer, lr=0.8)
+            training = Training(worker, config, EVERY, outer=outer, delay=delay, keep=keep)
+            with spy(side_effect=QuantizedAverage.add_to) as add:
+                training.train(STEPS)
+                training.sync.finish()
+            assert add.called == (optimizer is torch.optim.SGD)
+            assert same_bits(theta(training.sync))
+            assert all(parameter.grad is None for parameter in training.sync._outer.shared.values())
+            found.append(theta(training.sync))
+        assert (found[0] - found[1]).abs().max() <= 1e-5 < 0.01 < (found[0] - flat(model())).abs().max()
+    plain = Training(worker)
+    if worker == 0:
+        plain.sync.outer.register_step_pre_hook(lambda *_: None)
+    assert "outer adds a multiple of the mean" in complaint(plain.train, 3)
 
 
 class Reads(TorchDispatchMode):
@@ -206,7 +245,7 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
     assert (copies_held(0.9), copies_held(None)) == (2, 3)
 
 
-ANY_NUMBER = [equals_diloco, averages_states, reads_once]
+ANY_NUMBER = [equals_diloco, adds_averages_to_theta, averages_states, reads_once]
 test_two_workers = make_test(
     [
         *ANY_NUMBER,
