@@ -1,5 +1,7 @@
 """Finds the packages, and builds what is in C; everything else is in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, find_packages, setup
 
 # pyproject.toml can only name packages after the folders in which they are found, so that it would find the adapters
@@ -11,11 +13,10 @@ ADAPTERS = f"{NAME}.integrations"
 # Python loads it by ctypes: it uses neither Python's headers nor torch's. Not linked with OpenMP, whose functions are
 # those that torch has loaded. Without a compiler the package does without it. Python's own options have -fwrapv, with
 # which loops over ints are slower.
-SOURCES = "host", "factors", "products", "panels", "wide_panels", "bases", "basis", "wide_basis", "local_steps"
 HOST = Extension(
     f"{NAME}.ops._host",
-    [f"{NAME}/ops/{name}.c" for name in SOURCES],
-    depends=[f"{NAME}/ops/{name}.h" for name in ("common", "products")],
+    sorted(glob(f"{NAME}/ops/*.c")),
+    depends=glob(f"{NAME}/ops/*.h"),
     extra_compile_args=[
         *("-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math", "-fno-wrapv", "-Wno-psabi")
     ],

@@ -1,4 +1,4 @@
-"""The codec of flat tensors on the CPU in C, ``host.c``, which is built when the package is installed."""
+"""The codecs of flat tensors on the CPU: ``differences.c`` and ``sparse.c``, built when the package is installed."""
 
 from __future__ import annotations
 
