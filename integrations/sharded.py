@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
@@ -288,10 +288,5 @@ class WholeHandle(ShardedHandle):
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:
         # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
-        shape, dim, own = list(self._engine.tensors()[name]), self._part_of(name).dim, error.to_local()
-        whole, shape[dim] = shape[dim], -(-shape[dim] // self._workers)
-        padded = own.new_zeros(shape)
-        padded.narrow(dim, 0, own.shape[dim]).copy_(own)
-        parts = [torch.empty_like(padded) for _ in range(self._workers)]
-        dist.all_gather(parts, padded, group=self._communicator.group)
-        return torch.cat(parts, dim).narrow(dim, 0, whole)
+        shards = [Shard(self._part_of(name).dim)]
+        return placed(error.to_local(), self._mesh, shards, self._engine.tensors()[name]).full_tensor()
