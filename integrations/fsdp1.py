@@ -35,7 +35,7 @@ class Unit:
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        # Of parameters that are not contiguous, which FSDP flattens in the order of memory.
+        # FSDP flattens parameters that are not contiguous in the order of memory.
         self.strides: dict[str, tuple[int, ...]] = {}
         # Without the padding that makes shards equal.
         index = self.numel = 0
@@ -45,15 +45,13 @@ class Unit:
                 if flat._params is None or flat._params[index].requires_grad:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
                     self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
-                    if not flat._contiguities[index]:
-                        self.strides[name] = tuple(flat._strides[index])
+                    self.strides[name] = tuple(flat._strides[index])
                 index += 1
             self.numel += numel
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """Return a view, with the parameter's shape, of its elements in FSDP's order."""
-        shape, strides = self.shapes[name], self.strides.get(name)
-        return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+        return flat.as_strided(self.shapes[name], self.strides[name])
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
@@ -181,25 +179,22 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
     # This copies a gradient that is not contiguous, such as one in channels_last.
     gradients = {s.name: unit.view(pieces[s.name], s.name).contiguous() for s in segments}
     copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
-    if output is None:
-        engine.average(bucket, gradients)
-        for s in copied:
-            unit.view(pieces[s.name], s.name).copy_(gradients[s.name])
-        return
-    # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
-    output.zero_()
-    low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
+    ranges: dict[str, tuple[int, Tensor]] | None = None
     shards: dict[str, tuple[int, Tensor]] = {}
-    for s in segments:
-        offset = unit.offsets[s.name]
-        first, behind = max(offset, low), min(offset + s.numel, high)
-        if first < behind:
-            shards[s.name] = first - offset, output[first - low : behind - low]
-    # A shard in another order than that of the shape is cut from the whole average.
-    cut = [s for s in copied if s.name in shards]
-    engine.average(bucket, gradients, ranges={**shards, **{s.name: (0, gradients[s.name].view(-1)) for s in cut}})
-    for s in cut:
-        first, shard = shards[s.name]
-        average = torch.empty_like(pieces[s.name])
-        unit.view(average, s.name).copy_(gradients[s.name])
-        shard.copy_(average[first : first + shard.numel()])
+    if output is not None:
+        # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
+        output.zero_()
+        low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
+        for s in segments:
+            offset = unit.offsets[s.name]
+            first, behind = max(offset, low), min(offset + s.numel, high)
+            if first < behind:
+                shards[s.name] = first - offset, output[first - low : behind - low]
+        # A shard in another order than that of the shape is cut from the whole average.
+        ranges = shards | {s.name: (0, gradients[s.name].view(-1)) for s in copied if s.name in shards}
+    engine.average(bucket, gradients, ranges=ranges)
+    for s in copied:
+        unit.view(pieces[s.name], s.name).copy_(gradients[s.name])
+        if s.name in shards:
+            first, shard = shards[s.name]
+            shard.copy_(pieces[s.name][first : first + shard.numel()])
