@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,17 +26,11 @@ CHECKED = interpreter.interpreter_builder.options
 def make_faster() -> None:
     """Remember what the interpreter looks up again and again, which takes longer than the kernels of the tests.
 
-    These are the members of Triton's language that it replaces, NumPy's dtypes, and what types and shapes become.
-    Overflows are not looked for.
+    These are the members of Triton's language, which it replaces for each kernel, NumPy's dtypes, and what types and
+    shapes become. Overflows are not looked for.
     """
-    names: dict[Any, list[str]] = {}
     dtypes: dict[str, Any] = {}
     patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
-
-    def members(package: Any) -> list[tuple[str, Any]]:
-        if package not in names:
-            names[package] = [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
-        return [(name, getattr(package, name)) for name in names[package]]
 
     @functools.cache
     def languages(fn: Any) -> list[Any]:
@@ -108,7 +100,6 @@ def make_faster() -> None:
     remember("computation_type_impl")
     remember("scalar_constant")
     interpreter._patch_attr = patch_attr
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = dataclasses.replace(CHECKED, sanitize_overflow=False)
     interpreter._get_np_dtype = remembered
