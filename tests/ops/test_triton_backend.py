@@ -11,9 +11,9 @@ import torch
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.products import reconstruct
 from powersgd_triton.ops.triton_backend import TritonBackend
-from tests.support.checks import SHAPES, bases, everything, gradients, poisoned
+from tests.support.checks import CPU, SHAPES, bases, everything, gradients, on, poisoned, step
 from tests.support.kernel_cases import GRADIENTS, NAN
-from tests.support.kernel_checks import Truth, assert_close, on, step
+from tests.support.kernel_checks import Truth, assert_close
 from tests.support.orthonormal import ORTHONORMAL, departure
 from tests.support.thinned import thinned
 
@@ -63,7 +63,7 @@ def test_steps(name: str, device: torch.device):
     for seed in range(4 if config.algorithm == "alternating" else 3):
         given = gradients(seed, shapes, dtype)
         expected, bounds = truth.step(given)
-        got, other = step(kernels, given, device), step(reference, given)
+        got, other = step(kernels, given, device=device), step(reference, given)
         assert_close(got, expected, bounds)
         assert_close(other, expected, bounds)
         layout = kernels.layout if seed >= config.start_iter else kernels._exact
@@ -74,7 +74,7 @@ def test_steps(name: str, device: torch.device):
     assert all(isinstance(b.memory, TritonBackend) for b in kernels._engine.buckets._buckets.values() if b.memory)
     if not config.warm_start:
         # Redrawn from the keys and the step in fp64, and rounded once by each backend.
-        expected, got = bases(reference), on(torch.device("cpu"), bases(kernels))
+        expected, got = bases(reference), on(CPU, bases(kernels))
         assert all((got[name] - basis).abs().max() <= 2 * U for name, basis in expected.items())
     for P_hat, Q in kernels.compress(on(device, gradients(9, shapes, dtype))).factors().values():
         assert P_hat.dtype == Q.dtype == torch.float32
@@ -87,7 +87,7 @@ def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device
     """Also to a higher rank, whose further columns are random."""
     first = Compressor(everything(backend=source), FEW)
     for seed in range(2):
-        step(first, gradients(seed, FEW), device if source == "triton" else None)
+        step(first, gradients(seed, FEW), device=device if source == "triton" else CPU)
     saved = first.state_dict()
     reference, kernels = Compressor(everything(rank, backend="torch"), FEW), triton(FEW, rank=rank)
     # The trajectory so far is not this test's: the truth starts from what was saved.
@@ -97,7 +97,7 @@ def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device
     given = gradients(2, FEW)
     expected, bounds = truth.step(given)
     assert_close(step(reference, given), expected, bounds)
-    assert_close(step(kernels, given, device), expected, bounds)
+    assert_close(step(kernels, given, device=device), expected, bounds)
 
 
 def test_decompress_into_several_dtypes_and_into_new_tensors(device: torch.device):

@@ -42,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """Fields of the configuration, by a name for each."""
 
+CPU = torch.device("cpu")
 COMPRESSED = ("linear", "twin", "conv", "row", "column")
 
 
@@ -61,11 +62,17 @@ def poisoned(shapes: Mapping[str, Sequence[int]] = SHAPES, dtype: torch.dtype = 
     return {name: torch.full(tuple(shape), float("nan"), dtype=dtype) for name, shape in shapes.items()}
 
 
-def step(compressor: Compressor, given: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Averaged gradients of one step, from outputs that were NaN before."""
-    out = poisoned({name: tensor.shape for name, tensor in given.items()}, dtype)
-    compressor.decompress(compressor.compress(given), out=out)
-    return out
+def on(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def step(
+    compressor: Compressor, given: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> dict[str, Tensor]:
+    """Averaged gradients of one step on a device, from outputs that were NaN before; on the CPU."""
+    out = on(device, poisoned({name: tensor.shape for name, tensor in given.items()}, dtype))
+    compressor.decompress(compressor.compress(on(device, given)), out=out)
+    return on(CPU, out)
 
 
 def trained(steps: int = 5, *, dtype: torch.dtype = torch.float32, **fields: Any) -> Compressor:

@@ -13,7 +13,7 @@ from powersgd_triton.kernels.backproject import backproject_triton, compensate_b
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.ops.wire import Wire
-from tests.support.checks import poisoned
+from tests.support.checks import step
 from tests.support.kernel_cases import GROWTH, Bucket, Bytes, Memory, assert_within, rounding, stored
 
 
@@ -163,19 +163,6 @@ U = 2.0**-24
 Values = dict[str, Tensor]
 
 
-def on(device: torch.device, tensors: Mapping[str, Tensor]) -> Values:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def step(compressor: Compressor, given: Mapping[str, Tensor], device: torch.device | None = None) -> Values:
-    """Averaged gradients of one step in fp32 (fp64 for fp64 gradients), from outputs that were NaN; on the CPU."""
-    device = device or torch.device("cpu")
-    wide = torch.float64 if next(iter(given.values())).dtype == torch.float64 else torch.float32
-    out = on(device, poisoned({name: tensor.shape for name, tensor in given.items()}, wide))
-    compressor.decompress(compressor.compress(on(device, given)), out=out)
-    return on(torch.device("cpu"), out)
-
-
 class Truth:
     """fp64 compressors: one with the gradients as they are, four with what rounding may make of them.
 
@@ -195,7 +182,7 @@ class Truth:
         """Ĝ and how far from it, in the Frobenius norm, one may be."""
         self._steps += 1
         exact, *others = self.compressors
-        expected = step(exact, {name: tensor.double() for name, tensor in given.items()})
+        expected = step(exact, {name: tensor.double() for name, tensor in given.items()}, torch.float64)
         bounds = {name: U * float(tensor.norm()) for name, tensor in expected.items()}
         for index, other in enumerate(others):
             generator = torch.Generator().manual_seed(10 * self._steps + index)
@@ -203,7 +190,7 @@ class Truth:
                 name: G.double() * (1 + self._share[name] * (2 * torch.rand(G.shape, generator=generator).double() - 1))
                 for name, G in given.items()
             }
-            for name, tensor in step(other, inputs).items():
+            for name, tensor in step(other, inputs, torch.float64).items():
                 bounds[name] = max(bounds[name], 2 * float((tensor - expected[name]).norm()))
         return expected, bounds
 
