@@ -10,6 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.ops import host, local_steps
 from powersgd_triton.ops.local_steps import Parameter, go_on, subtract
+from tests.support.checks import on_threads
 
 SHAPES = ((0,), (1,), (7, 5), (301, 300))
 KEEP = 0.9
@@ -65,15 +66,10 @@ def test_go_on():
             assert value.data_ptr() == (own if has_begun or has_error else shared).data_ptr()
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_threads_divide_all_elements(threads: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+def test_threads_divide_all_elements():
+    for _ in on_threads(1, 3, 8):
         test_subtract()
         test_go_on()
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_other_dtypes_and_strides(way: str):
