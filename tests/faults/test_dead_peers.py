@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
-from tests.support.balance import Ledger, batches, build, check_errors
+from tests.support.balance import Ledger, batches, build, check_errors, train
 from tests.support.distributed import on_workers, regroup
 from tests.support.sharded_training import RANK_2, loss_of
 from tests.support.training import digest
@@ -64,8 +64,7 @@ def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int
     regroup(tmp_path / "both.store", worker, 2, SILENCE if silent else DEATH)
     config = dataclasses.replace(RANK_2, **fields)
     model = build(wrapper, config)
-    for step in range(TOGETHER):
-        model.step(batches(model, step))
+    train(range(TOGETHER), model)
     parameters, expected = model.parameters(), model.mean_error()
     model.save(str(tmp_path))
     before, twin = dict(model.state.error()), model.net_type()
@@ -116,8 +115,7 @@ def wrapped_again(model: Wrapped) -> None:
 def go_on(model: Wrapped) -> str:
     """Steps alone, in which nothing is lost. A digest of their bits."""
     ledger = Ledger(model)
-    for step in range(TOGETHER, TOGETHER + ALONE):
-        ledger.step(batches(model, step))
+    ledger.train(range(TOGETHER, TOGETHER + ALONE))
     ledger.check()
     return digest([*model.parameters().values(), *model.mean_error().values()])
 

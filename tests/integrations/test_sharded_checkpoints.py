@@ -23,21 +23,16 @@ from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
-from tests.support.balance import Ledger, check_close
+from tests.support.balance import Ledger, check_close, train
 from tests.support.checks import same_bits, set_times
 from tests.support.distributed import folder
-from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
+from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, whole
 from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
 Gradients = dict[str, Tensor]
 KINDS = (WithReplicateGroup, FSDP2, FSDP1)
 AUTO = PowerSGDConfig(compression="auto")
-
-
-def steps(made: Wrapped, worker: int, numbers: range) -> None:
-    for number in numbers:
-        made.step([batch(worker, number)])
 
 
 def errors_of(state: Any) -> Gradients:
@@ -58,7 +53,7 @@ def between_adapters(worker: int, _world_size: int) -> None:
     made, goes_on = WithReplicateGroup(Older(), RANK_2), HSDP(Older(), RANK_2)
     for one in (made, goes_on):
         one.optimizer = torch.optim.SGD(one.module.parameters(), lr=0.05, momentum=0.9)
-    steps(made, worker, range(2))
+    train(range(2), made)
     errors = errors_of(made.state)
     errors["head.weight"] = errors.pop("top.weight")
     assert errors["head.weight"].any()
@@ -75,8 +70,7 @@ def between_adapters(worker: int, _world_size: int) -> None:
             assert state.iteration == 2
     assert "'neck.weight' is not a trainable parameter" in complaint(state.renamed, {"top.weight": "neck.weight"})
     start = made.parameters()
-    for one in (made, goes_on):
-        steps(one, worker, range(2, 4))
+    train(range(2, 4), made, goes_on)
     check_close(goes_on.parameters(), made.parameters(), start, limit=1e-4)
 
 
@@ -130,7 +124,7 @@ def torn_apart(worker: int, world_size: int) -> None:
     for kind in (WithReplicateGroup, FSDP1):
         made = kind(Net(), RANK_2)
         state: Any = made.state
-        steps(made, worker, range(2))
+        train(range(2), made)
         before = errors_of(state)
         files: list[Any] = [None] * world_size
         dist.all_gather_object(files, written(state.state_dict()))
@@ -180,7 +174,7 @@ def chosen(worker: int, _world_size: int) -> None:
         for name in ("int8", "int4"):
             set_times(patch, network, 1.0, lambda k, *_, n=name: ComputeTime((1e3 * (k.quantize != n),) * 3))
             made: Wrapped = WithReplicateGroup(Net(), AUTO)
-            steps(made, worker, range(5))
+            train(range(5), made)
             start, errors = made.parameters(), all_errors(made.state)
             assert made.state.config.quantize == name
             vectors = {key for key, error in errors.items() if error.dim() == 1}
@@ -201,12 +195,11 @@ def chosen(worker: int, _world_size: int) -> None:
                     other.load(path)
                     assert (other.state.config, other.state._engine.plan.measures) == (config, measures)
                     assert vectors <= other.state.error().keys()
-            steps(made, worker, range(5, 7))
+            train(range(5, 7), made)
             for other in others:
                 patch.setattr(other, "mean_error", functools.partial(all_errors, other.state))
                 ledger = Ledger(other)
-                for number in range(5, 7):
-                    ledger.step([batch(worker, number)])
+                ledger.train(range(5, 7))
                 if name == "int4":
                     ledger.check()
             if name == "int8":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def batches(model: Wrapped, step: int, micro: int = 1) -> list[Batch]:
     return [batch(model.data_worker(), step, index) for index in range(micro)]
 
 
+def train(steps: Iterable[int], *models: Wrapped) -> None:
+    for step in steps:
+        for model in models:
+            model.step(batches(model, step))
+
+
 def exact_mean(model: Wrapped, given: Sequence[Batch]) -> Gradients:
     """The mean over workers of their own gradients, by autograd alone. What is not finite counts as zero."""
     twin = model.net_type()
@@ -60,6 +66,10 @@ class Ledger:
             self.given[name] += gradient
         self.model.step(given, **options)
         self.steps += 1
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.step(batches(self.model, step))
 
     def check(self, *, rounds: bool = False) -> None:
         """mean E + Σ Ĝ = mean Σ G + mean E before; something was left out; all workers hold the same parameters.

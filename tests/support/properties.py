@@ -27,6 +27,7 @@ from tests.support.balance import (
     check_same,
     exact_mean,
     iteration,
+    train,
 )
 from tests.support.sharded_training import FULL_RANK, RANK_2, batch
 from tests.support.training import complaint, flat, relative
@@ -59,13 +60,11 @@ def exact_first(worker: int, world_size: int, *, wrapper: str) -> None:
     """The first ``start_iter`` steps are the framework's own, and owe nothing. The next one is compressed."""
     alone, ours = build(wrapper, None), build(wrapper, dataclasses.replace(RANK_2, start_iter=2))
     start = alone.parameters()
-    for step in range(2):
-        for model in (alone, ours):
-            model.step(batches(model, step))
+    train(range(2), alone, ours)
     check_close(ours.parameters(), alone.parameters(), start)
     assert not any(error.any() for error in ours.mean_error().values())
     ledger = Ledger(ours)
-    ledger.step(batches(ours, 2))
+    ledger.train([2])
     ledger.check()
 
 
@@ -73,8 +72,7 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     """Nothing is lost: what is not applied is owed. All workers hold the same bits."""
     model = build(wrapper, FORMATS[form])
     ledger = Ledger(model)
-    for step in range(3):
-        ledger.step(batches(model, step))
+    ledger.train(range(3))
     if FORMATS[form].quantize is not None:
         whole = model.state._engine.residuals.whole
         held = [*whole._flat.values(), *whole.left.values()]
@@ -91,9 +89,7 @@ def stateless(worker: int, world_size: int, *, wrapper: str, folder: str) -> Non
     Path(path).mkdir(exist_ok=True)
     alone, ours = build(wrapper, None), build(wrapper, PowerSGDConfig(quantize="int8"))
     start = alone.parameters()
-    for step in range(2):
-        for model in (alone, ours):
-            model.step(batches(model, step))
+    train(range(2), alone, ours)
     check_close(ours.parameters(), alone.parameters(), start, EIGHT_BITS)
     residuals = ours.state._engine.residuals
     assert not any((ours.mean_error(), residuals.matrices, residuals.pending))
@@ -102,7 +98,7 @@ def stateless(worker: int, world_size: int, *, wrapper: str, folder: str) -> Non
     others = [build(wrapper, PowerSGDConfig(quantize="int8"), ours.parameters()) for _ in range(2)]
     for model in others:
         model.load(path)
-        model.step(batches(model, 2))
+    train([2], *others)
     first, second = (model.parameters() for model in others)
     check_same([*first.values()])
     assert all(torch.equal(second[name], parameter) for name, parameter in first.items())
@@ -119,8 +115,7 @@ def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
         expected += (rows + columns) * rank if rank else rows * columns
     calls: list[Call] = []
     with counting(calls.append):
-        for step in range(2):
-            model.step(batches(model, step))
+        train(range(2), model)
     # Eight bytes are a verdict.
     found = sum(call.as_all_reduce / 4 for call in calls if call.name == "all_reduce" and call.as_all_reduce > 8)
     assert found == model.state.compression_stats()[2] == 2 * expected, (found, 2 * expected)
@@ -129,8 +124,7 @@ def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
 def void(worker: int, world_size: int, *, wrapper: str) -> None:
     """A step with a gradient that is not finite on one worker is skipped on all, and carried whole or not at all."""
     model = build(wrapper, RANK_2)
-    for step in range(2):
-        model.step(batches(model, step))
+    train(range(2), model)
     before, owed = model.parameters(), model.mean_error()
     if worker == world_size - 1:
         model.net.inject = lambda G: G.flatten().index_fill(0, torch.tensor(0), torch.inf).view_as(G)
@@ -152,8 +146,7 @@ def void(worker: int, world_size: int, *, wrapper: str) -> None:
             token = int(batch(world_size - 1, 2)[0][0, 0])
             assert kept[token] <= allowed < carried[token]
     ledger = Ledger(model)
-    for step in range(3, 5):
-        ledger.step(batches(model, step))
+    ledger.train(range(3, 5))
     ledger.check()
 
 
@@ -162,8 +155,7 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     path = f"{folder}/{wrapper}"
     Path(path).mkdir(exist_ok=True)
     model = build(wrapper, FORMATS[form])
-    for step in range(3):
-        model.step(batches(model, step))
+    train(range(3), model)
     start, error = model.parameters(), model.mean_error()
     model.save(path)
     if worker == 0:
@@ -172,9 +164,7 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     other, forgetful = build(wrapper, FORMATS[form], start), build(wrapper, FORMATS[form], start)
     other.load(path)
     check_errors(other, error)
-    for step in range(3, 5):
-        for one in (model, other, forgetful):
-            one.step(batches(one, step))
+    train(range(3, 5), model, other, forgetful)
     check_close(other.parameters(), model.parameters(), start)
     moved = [flat(one.parameters()) - flat(start) for one in (forgetful, model)]
     assert relative(*moved) > 1e-3, "the error makes no difference"
@@ -193,8 +183,7 @@ def taken_over(worker: int, world_size: int, *, wrapper: str, folder: str, sourc
     check_errors(model, {name: expected["error"][name] for name in found})
     ledger = Ledger(model)
     ledger.owed = expected["error"]
-    for step in range(3, 5):
-        ledger.step(batches(model, step))
+    ledger.train(range(3, 5))
     ledger.check()
     assert iteration(model) == 5
 
@@ -202,19 +191,15 @@ def taken_over(worker: int, world_size: int, *, wrapper: str, folder: str, sourc
 def damaged(worker: int, world_size: int, *, wrapper: str) -> None:
     """A state that one worker refuses is refused by all, and none has changed. So are states that differ."""
     models = [build(wrapper, FORMATS["alternating"]) for _ in range(2)]
-    for step in range(2):
-        for model in models:
-            model.step(batches(model, step))
+    train(range(2), *models)
     ours, untouched = models
     saved = ours.state.state_dict()
-    for model in models:
-        model.step(batches(model, 2))
+    train([2], *models)
     for value, expected in ((-1, "ValueError"), (7, "DisagreementError")):
         said = complaint(ours.state.load_state_dict, {**saved, "iteration": value} if worker == 1 else saved)
         assert said.startswith(expected), said
         assert "worker 1" in said or (worker, value) == (1, -1), said
-    for model in models:
-        model.step(batches(model, 3))
+    train([3], *models)
     changed = ours.parameters()
     assert all(torch.equal(changed[name], parameter) for name, parameter in untouched.parameters().items())
     assert iteration(ours) == 4
@@ -231,8 +216,7 @@ def budget(worker: int, world_size: int, *, wrapper: str, folder: str) -> None:
     Path(path).mkdir(exist_ok=True)
     model, shards = build(wrapper, BUDGET), WRAPPERS[wrapper].shards
     start = {tensor.name: tensor.rank for tensor in model.state.report().tensors}
-    for step in range(4):
-        model.step(batches(model, step))
+    train(range(4), model)
     report = model.state.report()
     numel = sum(-(-p.shape[0] // shards) * p.numel() // p.shape[0] for p in model.parameters().values())
     allowed = 4 * numel / COMPRESSION
@@ -281,8 +265,7 @@ def watched(worker: int, world_size: int, *, wrapper: str) -> None:
     records: list[StepRecord] = []
     if worker == 0:
         model.state.telemetry(records.append, every=1)
-    for step in range(4):
-        model.step(batches(model, step))
+    train(range(4), model)
     # Where the framework does not say which bucket is the last one, looking at the error ends the step.
     model.state._engine.finish()
     errors = model.state._engine.residuals.error(model.state._engine.step)
