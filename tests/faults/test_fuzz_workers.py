@@ -74,7 +74,6 @@ def let_happen(
 
 
 def runs(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
-    """Let random things happen, and keep the ledger."""
     several = skipped = False
     for seed in seeds:
         dice = random.Random(seed)
@@ -142,7 +141,6 @@ def test_memory_stays_flat_in_a_long_run_with_faults(tmp_path: Path) -> None:
 
 
 def runs_of_local_steps(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
-    """Let random things happen, and keep the books."""
     for seed in seeds:
         dice = random.Random(seed)
         local = Local(worker, workers, dice)

@@ -92,7 +92,6 @@ def test_torchtitan_with_four_replicas(tmp_path: Path):
 
 
 def run_example(framework: str, folder: Path, *arguments: str) -> str:
-    """Return what an example prints."""
     workers = EXAMPLES[framework]
     program: list[str | Path] = [DOCS / "examples" / f"train_{framework}.py", *arguments]
     if not workers:

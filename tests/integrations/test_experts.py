@@ -67,8 +67,6 @@ class Block(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)

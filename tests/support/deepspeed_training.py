@@ -85,7 +85,6 @@ def each(body: Callable[..., None], *arguments: Any) -> dict[str, Worker]:
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 8,
         "steps_per_print": 10**9,

@@ -38,7 +38,6 @@ def decoded(content: Tensor, width: WireFormat, numel: int) -> Tensor:
 
 
 def sent(target: Tensor, width: WireFormat, seed: int | None) -> Tensor:
-    """A message."""
     content = torch.zeros(width.difference_bytes(len(target))[1], dtype=torch.uint8)
     encode_reference(Encoding(target, None, width, content, seed=seed))
     return content

@@ -133,7 +133,6 @@ class Fleet:
         self.together(lambda engine: load(engine, lambda: (states[id(engine)], None)))
 
     def errors(self) -> list[Values]:
-        """Each worker's E."""
         return [engine.residuals.error(engine.step) for engine in self.engines]
 
     def layout(self, names: tuple[str, ...], compress: bool) -> Layout:

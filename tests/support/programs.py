@@ -49,5 +49,4 @@ def name_of(page: Path) -> str:
 
 
 def snippets(page: Path, language: str) -> list[str]:
-    """The page's code blocks in a language."""
     return [code for found, code in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]

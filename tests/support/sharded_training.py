@@ -91,7 +91,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -148,7 +147,6 @@ def hybrid_mesh(replicas: int, shards: int) -> DeviceMesh:
 
 
 def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
-    """``fully_shard`` on each block and on the model."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -167,7 +165,6 @@ def replica_mesh(workers: int) -> DeviceMesh:
 
 
 def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
-    """``replicate`` on each block and on the model."""
     options[MESH_ARGUMENT] = mesh
     for block in model.blocks:
         replicate(block, **options)
@@ -187,7 +184,6 @@ def freeze(model: Net) -> None:
 
 
 def checkpoint(model: Net, use_reentrant: bool = False) -> None:
-    """Activation checkpointing of the blocks."""
     model.checkpointing = use_reentrant
 
 

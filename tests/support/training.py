@@ -64,7 +64,6 @@ class Given(nn.Module):
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one worker in one step."""
     generator = torch.Generator().manual_seed(10_000 * step + worker)
     return torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
 
@@ -120,7 +119,6 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """sha256 of the tensors' bits."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -137,8 +137,6 @@ def everywhere(found: bool) -> bool:
 
 
 class FSDP1(Wrapped):
-    """FSDP1 around each block and the model."""
-
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
         given = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
         module: Any = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **given)

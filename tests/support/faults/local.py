@@ -37,7 +37,6 @@ class Local:
         self.poisoned: list[str] = []
 
     def begin(self, _setting: Any = None) -> None:
-        """Begin an episode."""
         dice = self.dice
         self.dtypes = {n: torch.complex64 if n == "z" else dice.choice(DTYPES) for n in SHAPES}
         self.every, self.outer, self.share = dice.randrange(1, 7), dice.choice(OUTER), dice.random() < 0.3

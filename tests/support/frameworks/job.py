@@ -70,7 +70,6 @@ class Job:
         return dataclasses.replace(self, save=False, resume=True)
 
     def deepspeed(self) -> dict[str, Any]:
-        """DeepSpeed's configuration."""
         os.environ["DS_ACCELERATOR"] = "cpu"
         return {
             "train_micro_batch_size_per_gpu": self.BATCH,
@@ -83,8 +82,6 @@ class Job:
 
 
 class Block(nn.Module):
-    """A residual perceptron."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)

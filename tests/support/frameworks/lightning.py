@@ -128,7 +128,6 @@ class Loader:
 
 
 def strategy_for(job: Job) -> Any:
-    """The strategy of a wrapper."""
     if job.wrapper == DDP:
         return DDPStrategy(process_group_backend="gloo")
     if job.wrapper == ZERO2:
