@@ -38,11 +38,7 @@ def in_lockstep(run: Callable[[int, Line], Iterator[Any]], workers: int, node_si
 
 
 def average(
-    given: Sequence[Tensor],
-    codes: str,
-    node_size: int = 1,
-    shards: Shards | None = None,
-    seed: int | None = None,
+    given: Sequence[Tensor], codes: str, node_size: int = 1, shards: Shards | None = None, seed: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each worker's average, and what is left of its tensor. With a seed, without error feedback."""
     workers, config = len(given), PowerSGDConfig(quantize=codes, error_feedback=seed is None)

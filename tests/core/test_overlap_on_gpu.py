@@ -16,10 +16,7 @@ from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients, same_bits
 from tests.support.streams import BUCKETS, SHAPES, begin
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 
 class LateNetwork(StandIn):

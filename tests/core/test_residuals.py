@@ -94,8 +94,7 @@ def test_errors_stay_if_an_average_does_not_fit(worker: int, world_size: int, on
 
 
 @pytest.mark.parametrize(
-    ("rank", "dtype", "start_iter"),
-    [(1, torch.float32, 2), (8, torch.bfloat16, 0), (8, torch.float64, 0)],
+    ("rank", "dtype", "start_iter"), [(1, torch.float32, 2), (8, torch.bfloat16, 0), (8, torch.float64, 0)]
 )
 def test_memory_is_one_buffer_and_the_factors(rank: int, dtype: torch.dtype, start_iter: int):
     shapes = {"a": (512, 300), "b": (512, 300), "c": (300, 128, 3), "bias": (512,)}

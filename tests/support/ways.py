@@ -69,9 +69,7 @@ WAYS = {
     "frozen": Way(prepare=freeze, quick=("DDP", "FSDP2", "local steps")),
     "checkpointing": Way(prepare=checkpoint, quick=("FSDP2",)),
     "unused": Way(
-        unused=True,
-        options={"DDP": {"find_unused_parameters": True}},
-        quick=("DDP", "Compressor", "optimizer"),
+        unused=True, options={"DDP": {"find_unused_parameters": True}}, quick=("DDP", "Compressor", "optimizer")
     ),
     "mixed precision": Way(
         options={

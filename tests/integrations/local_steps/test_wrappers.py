@@ -214,9 +214,7 @@ QUICK_ENGINES: dict[str, Callable[[], None]] = {
     "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
     "engines resume": partial(resumes, "deepspeed", "int2", 2, **STAGE_2_BF16),
 }
-SLOW: dict[str, Callable[[], None]] = {
-    "fsdp2 conserves": partial(conserves, "fsdp2", (("ternary", 0), ("budget", 0))),
-}
+SLOW: dict[str, Callable[[], None]] = {"fsdp2 conserves": partial(conserves, "fsdp2", (("ternary", 0), ("budget", 0)))}
 SLOW_ENGINES: dict[str, Callable[[], None]] = {
     "engines average, stage 1": partial(equals_averaging, "deepspeed", stage=1),
     "engines resume, BF16_Optimizer": partial(resumes, "deepspeed", "ternary", **ENGINES["BF16_Optimizer"]),

@@ -23,11 +23,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
     "`Compressor`, fp32": ("compressor", {"rank": 4}, 2),
     "`Compressor`, fp32, alternating": ("compressor", {"rank": 4, "algorithm": "alternating"}, 1),
     "`Compressor`, int8": ("compressor", {"rank": 4, "wire_dtype": "int8"}, 4),
-    "`Compressor`, int8, alternating": (
-        "compressor",
-        {"rank": 4, "wire_dtype": "int8", "algorithm": "alternating"},
-        2,
-    ),
+    "`Compressor`, int8, alternating": ("compressor", {"rank": 4, "wire_dtype": "int8", "algorithm": "alternating"}, 2),
     '`Compressor`, `quantize="ternary"`': ("compressor", {"quantize": "ternary"}, 2),
     "DDP, fp32": ("ddp", {"rank": 8}, 4),
     "DDP, fp32, alternating": ("ddp", {"rank": 8, "algorithm": "alternating"}, 2),
