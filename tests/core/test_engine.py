@@ -20,10 +20,9 @@ from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import MODES, everything, same_bits, step, trained
+from tests.support.checks import CPU, MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
 
-CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
 
 

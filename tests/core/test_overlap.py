@@ -20,7 +20,7 @@ from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import gradients, same_bits, step
+from tests.support.checks import CPU, gradients, same_bits, step
 from tests.support.streams import BUCKETS, SHAPES, FakeStream, Network, StreamMachine, Timed, begin, stream_machine
 from tests.support.thinned import slow
 
@@ -33,7 +33,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cold": {"warm_start": False, "error_feedback": False},
     "iterations": {"iterations": 2},
 }
-CPU = torch.device("cpu")
 TIMES = {"project": 45.0, "backproject": 65.0, "commit": 10.0, "reconstruct": 20.0}
 """Of a bucket of 27 MB on a fast GPU, about, in µs."""
 

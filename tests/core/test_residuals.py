@@ -23,13 +23,12 @@ from powersgd_triton.ops import blocks
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes, gpt2
-from tests.support.checks import DTYPES, gradients, live_bytes, on_threads
+from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads
 from tests.support.distributed import on_workers
 
 INT4 = PowerSGDConfig(quantize="int4")
 SHAPES = {"weight": (240, 200), "bias": (70,), "other": (160, 120)}
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-CPU = torch.device("cpu")
 WHOLE, HALVES = (["weight", "bias", "other"],), (["weight", "bias"], ["other"])
 
 

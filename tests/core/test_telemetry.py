@@ -24,10 +24,9 @@ from powersgd_triton.core.telemetry import StepRecord, Telemetry
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import everything, gradients, same_bits
+from tests.support.checks import CPU, everything, gradients, same_bits
 from tests.support.lockstep import Fleet
 
-CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (24, 20), "same": (24, 20), "thin": (30, 1), "bias": (7,)}
 
 

@@ -21,13 +21,12 @@ from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 from powersgd_triton.schemes.quantized_mean import Exchange, summed
-from tests.support.checks import on_threads
+from tests.support.checks import CPU, on_threads
 from tests.support.differences import heavy_tailed, scaled, scales_of, seeds, widths
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
 # Around a block, and around the five blocks that share ternary codes' bytes.
 SIZES = [1, 127, 128, 129, 639, 640, 641, 5000]
-CPU = torch.device("cpu")
 TERNARY = DIFFERENCES["ternary"]
 LINEAR = {name: width for name, width in DIFFERENCES.items() if width != TERNARY}
 linear = pytest.mark.parametrize("width", LINEAR.values(), ids=LINEAR)

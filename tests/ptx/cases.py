@@ -15,13 +15,12 @@ from powersgd_triton.kernels.configurations import architecture, select_configur
 from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.wire import TorchWire
-from tests.support.checks import everything
+from tests.support.checks import CPU, everything
 from tests.support.kernel_cases import INF, NAN, rounding
 from tests.support.kernel_checks import Values, exchange
 from tests.support.orthonormal import ORTHONORMAL, departure
 from tests.support.thinned import slow
 
-CPU = torch.device("cpu")
 RANKS = (1, 4, 32, 40)
 SHAPES: dict[str, tuple[int, ...]] = {
     # Whole and broken tiles, rows at multiples of 16 bytes and others, one row, and what bypasses compression.

@@ -15,12 +15,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.ops.step import LossScale
-from tests.support.checks import gradients
+from tests.support.checks import CPU, gradients
 from tests.support.distributed import on_workers
 from tests.support.programs import ROOT, output_of
 
 SHAPES = {"weight": (24, 20), "bias": (7,), "other": (16, 12)}
-CPU = torch.device("cpu")
 
 
 def scheme() -> Any:
