@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.telemetry import StepRecord
-from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import wrapper_table
 from tests.support.balance import (
@@ -29,7 +28,7 @@ from tests.support.balance import (
     iteration,
     train,
 )
-from tests.support.sharded_training import FULL_RANK, RANK_2, batch
+from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
 from tests.support.training import complaint, flat, relative
 from tests.support.ways import WAYS
 from tests.support.wrapper_table import WRAPPERS
@@ -113,11 +112,10 @@ def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
         rows, columns = -(-parameter.shape[0] // shards), parameter.numel() // parameter.shape[0]
         rank = compressed_rank((rows, *parameter.shape[1:]), model.state.config)
         expected += (rows + columns) * rank if rank else rows * columns
-    calls: list[Call] = []
-    with counting(calls.append):
+    with sent_elements() as counts:
         train(range(2), model)
-    # Eight bytes are a verdict.
-    found = sum(call.as_all_reduce / 4 for call in calls if call.name == "all_reduce" and call.as_all_reduce > 8)
+    # A single element is a verdict.
+    found = sum(count for count in counts if count > 1)
     assert found == model.state.compression_stats()[2] == 2 * expected, (found, 2 * expected)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -175,6 +178,20 @@ def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
 def full_mesh(world_size: int) -> DeviceMesh:
     """A mesh of one dimension, of all workers: its group is the default one, whose timeout it has."""
     return DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("shard",))
+
+
+@contextlib.contextmanager
+def sent_elements() -> Iterator[list[int]]:
+    """Elements that each all-reduce was handed."""
+    counts: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        yield counts
 
 
 def freeze(model: Net) -> None:

@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, batches, check_same
 from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
-from tests.support.sharded_training import Net
+from tests.support.sharded_training import Net, sent_elements
 from tests.support.training import (
     LIMIT,
     RANK_2,
@@ -176,12 +175,11 @@ def joined(worker: int, world_size: int) -> None:
     for make, node_group, settings in TRAININGS:
         runs, errors, sent = [], [], []
         for how in (contextlib.nullcontext(), latency_decides()):
-            calls: list[Call] = []
-            with nodes_of(2, worker), how, counting(calls.append):
+            with nodes_of(2, worker), how, sent_elements() as numels:
                 model = make()
                 state = state_for(model, node_group, **settings)
                 runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
-                sent.append([call.as_all_reduce for call in calls if call.name == "all_reduce"])
+                sent.append(list(numels))
                 errors.append({name: total(error) for name, error in state.error().items()})
         coarse = make is TwoDtypes
         assert max(step_differences(runs[1], runs[0])) <= (0.02 if coarse else 0.1 * SAME), (node_group, settings)
