@@ -29,7 +29,7 @@ class Row:
         megabits_per_second: Rate of a node's link in either direction. None if it has no limit.
         arm: Name of the arm.
         sent, received: Bytes of a step that passed the interface of each node, with all headers; means over steps.
-        seconds: Quartiles of a step's time.
+        seconds: Quartiles of a step's time, on the worker that took longest: training as one, none goes on before it.
         predicted: A step's time as ``python -m powersgd_triton plan`` predicts it. None if it does not.
     """
 
@@ -74,11 +74,12 @@ def measure(
     with network(nodes, megabits_per_second) as hosts:
         found = programs.run_workers(program, hosts, workers_per_node, task, timeout, environment)
     rows = []
-    # The workers of a node see the same interface.
-    for of_nodes in zip(*found[::workers_per_node], strict=True):
-        first = of_nodes[0]
-        sent, received = (tuple(node[count] for node in of_nodes) for count in ("sent", "received"))
-        lower, median, upper = statistics.quantiles(first["seconds"], n=4)
+    for of_workers in zip(*found, strict=True):
+        first = of_workers[0]
+        # The workers of a node see the same interface.
+        sent, received = (tuple(one[count] for one in of_workers[::workers_per_node]) for count in ("sent", "received"))
+        slowest = map(max, *(one["seconds"] for one in of_workers))
+        lower, median, upper = statistics.quantiles(slowest, n=4)
         seconds, predicted = (lower, median, upper), first.get("predicted")
         rows.append(Row(first["model"], megabits_per_second, first["arm"], sent, received, seconds, predicted))
     return rows
