@@ -19,7 +19,7 @@ triton_in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are 
 
 
 def examples(count: int) -> hypothesis.settings:
-    """The same examples in every run."""
+    """The same examples in every run with the same modules: hypothesis also draws numbers that stand in their code."""
     return hypothesis.settings(
         deadline=None, derandomize=True, max_examples=count, suppress_health_check=list(HealthCheck), database=None
     )

@@ -291,8 +291,9 @@ class Follower:
             tolerance = share * (size + added.abs()) + 8 * TINY
             # What overflowed cannot be given back; all the same it must not stay.
             lost = size + added.abs() + tolerance >= limit
-            # An error is clamped, so that products of later steps do not overflow.
+            # An error is clamped, so that products of later steps do not overflow: by the widest dtype of its batch.
             wide = torch.promote_types(dtype, torch.float32)
-            largest = largest_error(torch.promote_types(wide, self.case.dtypes[segment.name]))
-            kept = ((after - before.clamp(-largest, largest)).abs() <= tolerance) | (lost & after.isfinite())
+            limits = {largest_error(torch.promote_types(wide, each)) for each in self.case.dtypes.values()}
+            clamped = torch.stack([before.clamp(-largest, largest) for largest in limits])
+            kept = ((after - clamped).abs() <= tolerance).any(dim=0) | (lost & after.isfinite())
             assert kept.all(), f"{segment}: error became {after[~kept]} from {before[~kept]}"
