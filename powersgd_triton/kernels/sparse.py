@@ -116,12 +116,14 @@ def _apply_sparse_kernel(
             plane = tl.load(codes + bit * (KEPT // 8) + element // 8, one > 0, 0).to(tl.int32)
             found |= (plane >> (element % 8) & 1) << bit
         sign = tl.load(codes + LOW * (KEPT // 8) + element // 8, one > 0, 0).to(tl.int32) >> (element % 8) & 1
+        # A wrong message must not write elsewhere.
+        sent = (one > 0) & (found < numel - chunk * CHUNK)
         # Other threads have written there, for the message before.
         tl.debug_barrier()
-        x = tl.load(base + found, one > 0, 0.0).to(tl.float32) + tl.where(sign > 0, -scale, scale)
+        x = tl.load(base + found, sent, 0.0).to(tl.float32) + tl.where(sign > 0, -scale, scale)
         # Where few lanes are in use, several threads have read an element that one of them writes.
         tl.debug_barrier()
-        tl.store(base + found, round_to(x, dtype), one > 0)
+        tl.store(base + found, round_to(x, dtype), sent)
         if scale != scale:
             tl.store(base + place, round_to(tl.full([CHUNK], float("nan"), tl.float32), dtype), ok)
 

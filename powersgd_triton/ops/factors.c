@@ -44,7 +44,9 @@ static inline uint16_t to_fp16(float q) {
 static inline float from_fp16(uint16_t code) {
     const uint32_t magnitude = code & 0x7FFFu, moved = magnitude << 13;
     const uint32_t small = word(number(LEAST_NORMAL + moved) - number(LEAST_NORMAL));
-    return number((code & 0x8000u) << 16 | (magnitude < 1024 ? small : moved + (112 << 23)));
+    // Infinity and NaN, which only a wrong message has, stay what they are.
+    const uint32_t normal = moved + ((magnitude < 0x7C00 ? 112 : 224) << 23);
+    return number((code & 0x8000u) << 16 | (magnitude < 1024 ? small : normal));
 }
 
 // Write codes of a line, in 4 bits a byte each, and what they stand for.

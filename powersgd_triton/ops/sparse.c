@@ -23,7 +23,7 @@ static inline int32_t number_of(const int16_t *upper, int32_t least) {
 // chunks are alike, so that it is near the guess.
 static inline int32_t least_upper(const int16_t *upper, int32_t most, int32_t guess) {
     int32_t least = 0, above = 0x7F80;
-    for (int32_t step = 0, number = 0; above - least > 1 && number != most; step = 4 * step + 4) {
+    for (int32_t step = 0, number = 0; above - least > 1 && number != most; step = MINIMUM(4 * step + 4, 0x8000)) {
         int32_t next = (least + above) / 2;
         next = next < guess - step ? guess - step : next;
         next = next > guess + step ? guess + step : next;
@@ -169,6 +169,9 @@ CLONES static void decode_chunks(const Decoding *d, int64_t first, int64_t last)
             for (int i = 0; i < sent; i++) {
                 places[i] = (uint16_t)((places[i] - i) << low | (higher[i] & 0x7F) << 8 | lower[i]);
                 values[i] = number(word(unit) ^ (uint32_t)(higher[i] & 0x80) << 24);
+                // A wrong message must not write elsewhere. -0 changes no number that it is added to.
+                values[i] = places[i] < n ? values[i] : -0.0f;
+                places[i] = places[i] < n ? places[i] : 0;
             }
             for (int i = 0; i < sent; i++) {
                 // The next chunk, line by line: many at a time would have to wait.

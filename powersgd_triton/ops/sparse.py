@@ -52,7 +52,7 @@ def apply_sparse_reference(task: Decoding) -> None:
     width: SparseFormat = task.width
     for row, contents in task.rows():
         total = torch.zeros_like(row, dtype=torch.float32) if task.fresh else row.float().nan_to_num(0.0, 0.0, 0.0)
-        for content in contents:
+        for content in contents if len(row) else ():
             scales, codes = _views(content, width, len(row), task.each)
             places, signs = _unpacked(codes, width)
             unit = scales.float() * task.weight
@@ -86,12 +86,12 @@ def _packed(places: Tensor, negative: Tensor, width: SparseFormat) -> Tensor:
 
 
 def _unpacked(codes: Tensor, width: SparseFormat) -> tuple[Tensor, Tensor]:
-    """Return the place of the element of each unary bit, or CHUNK, and its sign."""
+    """Return the place of the element of each unary bit, or CHUNK, and its sign. Wrong messages have no other places."""
     bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1).flatten(1)
     *planes, unary = bits.long().split([width.kept] * (width.low + 1) + [width.unary], 1)
     number = unary.cumsum(1)
-    element = (number - 1).clamp_(min=0)
+    element = (number - 1).clamp_(0, width.kept - 1)
     places = torch.arange(width.unary, device=codes.device) - element << width.low
     for bit, plane in enumerate(planes[:-1]):
         places += plane.gather(1, element) << bit
-    return torch.where(unary > 0, places, CHUNK), 1.0 - 2.0 * planes[-1].gather(1, element)
+    return torch.where(unary > 0, places.clamp_(max=CHUNK), CHUNK), 1.0 - 2.0 * planes[-1].gather(1, element)

@@ -256,6 +256,21 @@ def test_sparse_messages_have_the_same_bits(
         assert_equal(results)
 
 
+@pytest.mark.parametrize("compression", [16, 50, 1000])
+def test_sparse_messages_of_any_content_write_to_their_own_chunks_only(compression: float, device: torch.device):
+    """Messages of other workers: random bytes, and a single unary bit at the end, which is a place behind the chunk."""
+    width = SparseFormat.of(compression)
+    for numel in (100, CHUNK, CHUNK + 100):
+        offset, size = width.difference_bytes(numel)
+        messages = torch.randint(0, 256, (3, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(numel))
+        messages[0] = 0
+        messages[0, offset + width.chunk_bytes - 1 :: width.chunk_bytes] = 128
+        for (_, apply), where in zip(SPARSE_CODECS, (device, CPU, CPU), strict=True):
+            memory = Memory([numel, 2 * CHUNK], torch.float32, where).fill([torch.zeros(numel), torch.ones(2 * CHUNK)])
+            apply(Decoding(messages.to(where), width, memory.views[0].expand(3, -1)))
+            assert bool((memory.views[1] == 1).all())
+
+
 def test_a_shorter_last_part_and_one_without_elements_leave_the_other_bytes(device: torch.device):
     width, x = SparseFormat.of(50), torch.randn(2 * CHUNK + 5)
     found = []
@@ -271,6 +286,6 @@ def test_a_shorter_last_part_and_one_without_elements_leave_the_other_bytes(devi
             before = parts.clone()
             encode(Encoding(none[0], None, width, parts, subtract=True, each=each))
             assert torch.equal(parts, before)
-        apply(Decoding(none.to(torch.uint8), width, none))
+        apply(Decoding(torch.empty(2, 0, dtype=torch.uint8, device=where), width, none.expand(2, -1)))
     assert_equal(found)
     assert found[0][1].count_nonzero() == 1

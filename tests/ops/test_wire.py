@@ -15,7 +15,7 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.matrices import compressed_rank
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, FORMATS, LARGE_CHUNK, WirePlan
 from powersgd_triton.ops.wire import TorchWire
-from tests.support.checks import everything, gradients, same_bits
+from tests.support.checks import CPU, everything, gradients, same_bits
 from tests.support.kernel_checks import exchange
 from tests.support.lockstep import Fleet
 from tests.support.thinned import thinned
@@ -121,6 +121,17 @@ def test_threads_that_flush_denormals_write_and_read_the_same(name: str):
     finally:
         torch.set_flush_denormal(False)
     assert all(map(torch.equal, found, expected))
+
+
+def test_any_fp16_code_of_a_message_is_its_number():
+    numbers = torch.arange(-(2**15), 2**15).short().view(torch.float16)
+    plan = plan_of("float16", 1, [numbers.float()], [(1, len(numbers), 1)])
+    (piece,) = plan.chunks[0].pieces
+    message, out = torch.zeros(1, plan.size, dtype=torch.uint8), torch.empty(len(numbers))
+    message[0, piece.scale :].view(torch.bfloat16)[: len(numbers) // BLOCK] = 1
+    message[0, piece.code :].view(torch.float16)[: len(numbers)] = numbers
+    TorchWire(plan, out.dtype, CPU).decode(message, out=out)
+    torch.testing.assert_close(out, numbers.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @thinned("name, value", NARROW, [float("inf"), float("-inf"), float("nan")], together=1)
