@@ -101,7 +101,7 @@ class OuterState:
         if type(found) is not torch.optim.SGD or hooks or len(self.names()) < len(self.shared):
             return None
         more = any(group[key] for group in groups for key in ("momentum", "weight_decay", "maximize"))
-        rates = {rate for rate in (group["lr"] for group in groups) if not isinstance(rate, Tensor)}
+        rates = {None if isinstance(group["lr"], Tensor) else group["lr"] for group in groups}
         return rates.pop() if len(rates) == 1 and not more else None
 
     def names(self) -> list[str]:
@@ -201,6 +201,10 @@ class OuterState:
         finally:
             self.write(own)
             self._starts = starts
+
+    def has_begun(self) -> bool:
+        """Return whether this worker's own parameters differ from θ."""
+        return bool(self._starts) or any(not x.equal(self.rounded(n, x).to(x.dtype)) for n, x in self.local.tensors())
 
     def parts(self, *, begun: bool) -> dict[str, Tensors]:
         """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""

@@ -73,6 +73,9 @@ class PendingExchange:
             for names in fragments:
                 self._start(names)
             if finish:
+                # First the messages: workers that have taken more steps may have sent them already.
+                while self._engine.schedule:
+                    self._engine.advance(self._outer.device)
                 same = self._outer.unchanged()
                 verdict = self._engine.end_step()
                 # In one copy, since the host waits for it.

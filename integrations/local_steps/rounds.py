@@ -57,6 +57,10 @@ class Rounds:
         return length(self._every, steps)
 
     def step(self) -> None:
+        if self.pending is not None and self.pending.counts:
+            # The outer optimizer has raised an exception. If it does so again, this step does not count: an exchange
+            # may have to begin in it.
+            self.advance(finish=False)
         self.steps += 1
         self.since += 1
         self.advance(finish=False)

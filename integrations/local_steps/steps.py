@@ -109,7 +109,7 @@ class LocalSteps(Handle):
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, rounds=True)
             self._outer = OuterState(local, outer, engine, device, optimizer)
-            own = {"every": first, "delay": delay, "keep": keep, **common_facts(chosen, 0)}
+            own = {"every": first, "delay": delay, "keep": keep and float(keep), **common_facts(chosen, 0)}
             own["states"] = optimizer is not None
             replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
             return engine, {**own, **self._outer.settings()}, replicated
@@ -146,7 +146,8 @@ class LocalSteps(Handle):
         """Count a step of the local optimizer. Every ``every`` steps, exchange pseudo-gradients; then collective.
 
         Raises:
-            RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
+            RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are, unless
+                only buffers were left to be averaged: then all of them have the exchange.
             ValueError, DisagreementError: What is exchanged has changed, or differs between workers. They stay as well.
                 With a delay, it may come one step later.
         """
@@ -193,7 +194,7 @@ class LocalSteps(Handle):
         self._rounds.meet("state_dict")
         settle(self._engine)
         errors, engine = super().error(), save(self._engine)
-        parts = self._outer.parts(begun=self._rounds.most(self.since) > 0 or bool(self._rounds.keep))
+        parts = self._outer.parts(begun=self._rounds.most(self.since + self._outer.has_begun()) > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}
@@ -240,6 +241,7 @@ class LocalSteps(Handle):
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
+        self._rounds.advance(finish=True)
         self._rounds.catch_up("forget")
         self._rounds.resume(self.steps, 0, self._rounds.meet("forget", begins=True))
         super().forget()

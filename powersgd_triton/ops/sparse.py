@@ -86,7 +86,7 @@ def _packed(places: Tensor, negative: Tensor, width: SparseFormat) -> Tensor:
 
 
 def _unpacked(codes: Tensor, width: SparseFormat) -> tuple[Tensor, Tensor]:
-    """Return the place of the element of each unary bit, or CHUNK, and its sign. Wrong messages have no other places."""
+    """Return the place of the element of each unary bit, or CHUNK, and its sign. No message has places beyond CHUNK."""
     bits = (codes[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1).flatten(1)
     *planes, unary = bits.long().split([width.kept] * (width.low + 1) + [width.unary], 1)
     number = unary.cumsum(1)

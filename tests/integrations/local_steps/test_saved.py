@@ -19,7 +19,7 @@ from torch import Tensor
 from powersgd_triton import checkpoint
 from tests.support.checks import put
 from tests.support.distributed import folder, make_test, run
-from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, same_bits, theta
+from tests.support.local_steps import NESTEROV, Training, batch, flat, mean, owed, same_bits, theta
 from tests.support.training import complaint
 
 EVERY, INTERRUPTED, STEPS = 3, 8, 14
@@ -95,6 +95,16 @@ def goes_on(worker: int, _world_size: int, cases: list[Options], saved_in: str) 
         assert torch.equal(owed(first.sync), owed(second.sync)), (config, options)
         for name in ("steps", "since", "iteration"):
             assert getattr(first.sync, name) == getattr(second.sync, name), (config, options, name)
+
+
+def saves_a_step_that_does_not_count_yet(worker: int, _world_size: int) -> None:
+    """What was changed before ``step`` is called, also if it would be the first step of a round."""
+    first, second = training(worker), training(worker)
+    first.train(EVERY)
+    first.advance(*batch(worker, EVERY))
+    second.sync.load_state_dict(first.sync.state_dict())
+    assert not torch.equal(flat(first.net), theta(first.sync))
+    assert torch.equal(flat(first.net), flat(second.net))
 
 
 def goes_on_elsewhere(worker: int, _world_size: int, cases: list[Options], saved_in: str) -> None:
@@ -198,7 +208,7 @@ def test_runs_go_on(cases: list[Options], tmp_path: Path) -> None:
         run(goes_on_elsewhere, workers, cases, str(tmp_path))
 
 
-test_states = make_test([saves_after_a_failure, refuses_bad_files], 2)
+test_states = make_test([saves_after_a_failure, saves_a_step_that_does_not_count_yet, refuses_bad_files], 2)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])

@@ -83,6 +83,9 @@ def adds_averages_to_theta(worker: int, _world_size: int) -> None:
             found.append(theta(training.sync))
         assert (found[0] - found[1]).abs().max() <= 1e-5 < 0.01 < (found[0] - flat(model())).abs().max()
     plain = Training(worker)
+    rates: Any = [0.5, torch.tensor(0.25)]
+    several = Training(worker, outer=lambda p: torch.optim.SGD([{"params": p[i::2], "lr": rates[i]} for i in (0, 1)]))
+    assert several.sync._outer.rate() is None
     if worker == 0:
         plain.sync.outer.register_step_pre_hook(lambda *_: None)
     assert "outer adds a multiple of the mean" in complaint(plain.train, 3)
@@ -185,18 +188,42 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
 
 
 def tries_again(worker: int, _world_size: int) -> None:
-    """If an outer optimizer raises an exception on one worker, the next step calls it again, and nothing is lost."""
-    for delay, keep in ((0, None), (2, None), (2, 1.0)):
-        training = Training(worker, delay=delay, keep=keep, outer=lambda p: torch.optim.SGD(p, lr=1.0))
-        outer, failed = training.sync.outer, []
-        for step in range(9):
-            effect = KeyError("a mistake") if (step, worker) == (3 + delay - 1, 1) else None
+    """If an outer optimizer raises an exception on one worker, the next step calls it again, and nothing is lost.
+
+    A second exception comes in a step that does not count, since an exchange may have to begin in it.
+    """
+    for every, delay, keep, times in (
+        (3, 0, None, 1),
+        (3, 2, None, 1),
+        (3, 2, 1.0, 2),
+        (1, 0, None, 2),
+        (2, 1, None, 2),
+    ):
+        training = Training(worker, every=every, delay=delay, keep=keep, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+        outer, failed, failing = training.sync.outer, [], range(every + delay - 1, every + delay - 1 + times * worker)
+        for step in range(9 + len(failing[1:])):
+            effect = KeyError("a mistake") if step in failing else None
             with mock.patch.object(outer, "step", wraps=outer.step, side_effect=effect):
                 said = complaint(training.train, 1)
             failed += [] if said == "nothing" else [step]
             training.done = step + 1
-        assert failed == [3 + delay - 1] * worker
+        assert (failed, training.sync.steps) == ([*failing], 9)
         training.finish()
+
+
+def finishes_after_other_numbers_of_steps(worker: int, world_size: int) -> None:
+    """Messages of the exchange under way come before what decides about it, wherever a worker is in its delay."""
+    config = "rank" if world_size == 2 else "ternary"
+    for delay, ahead in ((2, 1), (3, 2)):
+        training = Training(worker, config, 5, delay=delay)
+        training.net.register_buffer("average", torch.zeros(3))
+        training.train(10 + ahead * (worker == 0))
+        training.net.average += worker
+        training.finish()
+        training.train(5 + ahead * (worker == 0))
+        training.sync.forget()
+        assert not owed(training.sync).any()
+        assert same_bits(training.flat())
 
 
 def keeps_what_is_not_sent(worker: int, _world_size: int) -> None:
@@ -245,7 +272,10 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
     assert (copies_held(0.9), copies_held(None)) == (2, 3)
 
 
-ANY_NUMBER = [equals_diloco, adds_averages_to_theta, averages_states, reads_once]
+ANY_NUMBER = [
+    *(equals_diloco, adds_averages_to_theta, averages_states, reads_once),
+    finishes_after_other_numbers_of_steps,
+]
 test_two_workers = make_test(
     [
         *ANY_NUMBER,
