@@ -218,7 +218,7 @@ def finishes_after_other_numbers_of_steps(worker: int, world_size: int) -> None:
         training = Training(worker, config, 5, delay=delay)
         training.net.register_buffer("average", torch.zeros(3))
         training.train(10 + ahead * (worker == 0))
-        training.net.average += worker
+        training.net.get_buffer("average").add_(worker)
         training.finish()
         training.train(5 + ahead * (worker == 0))
         training.sync.forget()
