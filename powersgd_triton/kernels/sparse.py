@@ -117,7 +117,7 @@ def _apply_sparse_kernel(
             found |= (plane >> (element % 8) & 1) << bit
         sign = tl.load(codes + LOW * (KEPT // 8) + element // 8, one > 0, 0).to(tl.int32) >> (element % 8) & 1
         # A wrong message must not write elsewhere.
-        sent = (one > 0) & (found < numel - chunk * CHUNK)
+        sent = (one > 0) & (found < tl.minimum(numel - chunk * CHUNK, CHUNK))
         # Other threads have written there, for the message before.
         tl.debug_barrier()
         x = tl.load(base + found, sent, 0.0).to(tl.float32) + tl.where(sign > 0, -scale, scale)

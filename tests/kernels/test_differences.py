@@ -258,17 +258,22 @@ def test_sparse_messages_have_the_same_bits(
 
 @pytest.mark.parametrize("compression", [16, 50, 1000])
 def test_sparse_messages_of_any_content_write_to_their_own_chunks_only(compression: float, device: torch.device):
-    """Messages of other workers: random bytes, and a single unary bit at the end, which is a place behind the chunk."""
+    """A single unary bit at the end, which is a place behind the chunk. And random bytes, of which several lanes of a
+    kernel would write the same place."""
     width = SparseFormat.of(compression)
     for numel in (100, CHUNK, CHUNK + 100):
         offset, size = width.difference_bytes(numel)
-        messages = torch.randint(0, 256, (3, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(numel))
-        messages[0] = 0
-        messages[0, offset + width.chunk_bytes - 1 :: width.chunk_bytes] = 128
+        random, behind = torch.randint(0, 256, (3, size), dtype=torch.uint8), torch.zeros(3, size, dtype=torch.uint8)
+        behind[:, offset + width.chunk_bytes - 1 :: width.chunk_bytes] = 128
+        behind[:, : width.checked_bytes(numel)].view(torch.bfloat16).fill_(1)
         for (_, apply), where in zip(SPARSE_CODECS, (device, CPU, CPU), strict=True):
-            memory = Memory([numel, 2 * CHUNK], torch.float32, where).fill([torch.zeros(numel), torch.ones(2 * CHUNK)])
-            apply(Decoding(messages.to(where), width, memory.views[0].expand(3, -1)))
-            assert bool((memory.views[1] == 1).all())
+            for messages in (behind,) if apply is apply_sparse_triton else (behind, random):
+                memory = Memory([numel, 2 * CHUNK], torch.float32, where).fill(
+                    [torch.zeros(numel), torch.ones(2 * CHUNK)]
+                )
+                apply(Decoding(messages.to(where), width, memory.views[0].expand(3, -1)))
+                assert bool((memory.views[1] == 1).all())
+                assert messages is random or not memory.views[0].any()
 
 
 def test_a_shorter_last_part_and_one_without_elements_leave_the_other_bytes(device: torch.device):
