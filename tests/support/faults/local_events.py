@@ -108,7 +108,10 @@ def finishes_unevenly(local: Local, _folder: Path) -> None:
     # So that optimizers have states on all workers.
     local.step()
     local.act(local.state.finish)
-    numbers = [local.dice.randrange(local.every) for _ in range(local.workers)]
+    # Between two exchanges, or while one is under way.
+    every = local.state.every
+    first, more = local.dice.choice(((0, every), (every, local.delay + 1)))
+    numbers = [first + local.dice.randrange(more) for _ in range(local.workers)]
     for _ in range(numbers[local.worker]):
         local.step()
     local.act(local.state.finish)
