@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,19 @@ def test_dict_list_and_flat_buffer_agree(dtype: torch.dtype):
         for output in (odd, given):
             elsewhere.decompress(compressed, out=output)
         assert all(same_bits(result, expected) for result in (fresh, odd, given))
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (8, 8)])
+def test_new_tensors_of_several_dtypes(shape: tuple[int, ...]):
+    """They lie in one piece of memory, at equal distances where matrices of two dtypes take turns."""
+    for dtypes in itertools.permutations(DTYPES, 2):
+        given = {str(index): torch.randn(shape).to(dtypes[index % 2]) for index in range(3)}
+        compressor = Compressor(PowerSGDConfig(rank=1), given)
+        compressed, out = compressor.compress(given), {name: torch.zeros_like(G) for name, G in given.items()}
+        compressor.decompress(compressed, out=out)
+        fresh = compressor.decompress(compressed)
+        assert isinstance(fresh, dict)
+        assert same_bits(fresh, out), dtypes
 
 
 def test_seed_decides_the_first_basis_and_without_warm_start_the_next_ones():
