@@ -109,8 +109,11 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
-    # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
-    last = None if bucket.index() == 0 == state._step.ended and not bucket.is_last() else bucket.is_last()
+    last: bool | None = bucket.is_last()
+    if bucket.index() == 0 and not last:
+        # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
+        last = None if state._step.ended in (0, state._begun) else last
+        state._begun = state._step.ended
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,7 +124,9 @@ class UnusedParameters:
     """
 
     def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:
-        self._residuals, self._step, self._reducer, self._names = residuals, step, module.reducer, names
+        self._residuals, self._step, self._names = residuals, step, names
+        # Its reducer holds the state, in C++, where the garbage collector does not look.
+        self._module = weakref.ref(module)
         # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
         self._seen: list[Product] = []
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
@@ -146,9 +149,10 @@ class UnusedParameters:
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
         if fresh or self._residuals.whole.is_unsettled(self._step):
             with self._residuals.streams.everywhere():
-                counts = self._reducer._get_local_used_map()
+                module = self._module()
+                counts = None if module is None else module.reducer._get_local_used_map()
                 # On the CPU the host may look. Usually some worker uses each parameter.
-                if counts.device.type != "cpu" or not counts.all():
+                if counts is not None and (counts.device.type != "cpu" or not counts.all()):
                     unused = (counts == 0).unbind()
                     kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
                     for bucket in fresh:

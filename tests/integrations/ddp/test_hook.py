@@ -217,20 +217,26 @@ def dtypes(worker: int, world_size: int) -> None:
 
 
 def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
-    """In the first step, DDP says of the buckets of both dtypes that they are the first one. Both are averaged."""
+    """In the first step, DDP says of the buckets of both dtypes that they are the first one. Both are averaged.
+
+    Also if the model is wrapped anew.
+    """
     model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double()])
     model.forward = lambda x: model[0](x) + model[1](x.double())
-    own = local_gradients(model)
-    replica = DistributedDataParallel(model, static_graph=True)
+    own, state = local_gradients(model), state_of(model)
+    for _ in range(2):
+        replica, calls = DistributedDataParallel(model, static_graph=True), itertools.count(1)
 
-    def hook(state, bucket):
-        future = powerSGD_hook(state, bucket)
-        # Otherwise DDP would wait for ever.
-        assert future.done() or state.iter
-        return future
+        def hook(state, bucket, calls=calls):
+            future = powerSGD_hook(state, bucket)
+            # Otherwise DDP would wait for ever.
+            assert next(calls) != 2 or future.done()
+            return future
 
-    replica.register_comm_hook(state_of(model), hook)
-    check_averages(replica, own, LIMIT)
+        # DDP looks at the arguments of hooks.
+        replica.register_comm_hook(state, lambda state, bucket, hook=hook: hook(state, bucket))
+        check_averages(replica, own, LIMIT)
+        del replica
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
@@ -177,6 +180,24 @@ def starts(worker: int, world_size: int) -> None:
     assert any(text.startswith("Initializing low-rank tensors P and Q") for _, text in said[0])
 
 
-CASES = [as_torchs, starts]
+def is_freed(worker: int, world_size: int) -> None:
+    """A wrapper that is given up after a backward pass was interrupted, and its state. A new one trains on."""
+    model, inputs = linear_stack(), torch.randn(4, WIDTH)
+    for _ in range(2):
+        replica = DistributedDataParallel(model, find_unused_parameters=True)
+        state = PowerSGDState(PowerSGDConfig(rank=1), module=replica)
+        replica.register_comm_hook(state, ddp.powerSGD_hook)
+        replica(inputs).sum().backward()
+        handle = next(model.parameters()).register_hook(lambda _: 1 / 0)
+        said = complaint(lambda replica=replica: replica(inputs).sum().backward())
+        assert said.startswith("ZeroDivisionError"), said
+        handle.remove()
+        freed = weakref.ref(state), weakref.ref(replica)
+        del state, replica
+        gc.collect()
+        assert [weak() for weak in freed] == [None, None]
+
+
+CASES = [as_torchs, starts, is_freed]
 test_on_one_worker = make_test(CASES, 1)
 test_on_two_workers = make_test(CASES, 2)
