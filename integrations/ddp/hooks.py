@@ -112,8 +112,9 @@ def _average(
     last: bool | None = bucket.is_last()
     if bucket.index() == 0 and not last:
         # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
-        last = None if state._step.ended in (0, state._begun) else last
-        state._begun = state._step.ended
+        (step, first), found = state._begun, [*map(id, parameters)]
+        last = None if step == state._step.ended and first != found else last
+        state._begun = state._step.ended, found
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")

@@ -21,7 +21,18 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import make_test
-from tests.support.training import ONE, RANK_2, WIDTH, Messages, complaint, linear_stack, logged, training
+from tests.support.training import (
+    LIMIT,
+    ONE,
+    RANK_2,
+    WIDTH,
+    Messages,
+    complaint,
+    linear_stack,
+    logged,
+    relative,
+    training,
+)
 
 
 def test_torchs_interface() -> None:
@@ -198,6 +209,22 @@ def is_freed(worker: int, world_size: int) -> None:
         assert [weak() for weak in freed] == [None, None]
 
 
-CASES = [as_torchs, starts, is_freed]
+def keeps_all_or_nothing(worker: int, world_size: int) -> None:
+    """Of gradients whose first step is interrupted. DDP begins with a bucket for each dtype, and one of them is done."""
+    model: Any = nn.ModuleList([nn.Linear(128, 128, bias=False).double(), nn.Linear(128, 128, bias=False)])
+    model.forward = lambda x: model[1](model[0](x).float()).square().sum()
+    inputs = torch.randn(8, 128, dtype=torch.double)
+    model(inputs).backward()
+    given = {name: p.grad.clone() for name, p in model.named_parameters()}
+    state, replica = PowerSGDState(PowerSGDConfig(rank=4), module=model), DistributedDataParallel(model)
+    replica.register_comm_hook(state, ddp.powerSGD_hook)
+    model.zero_grad()
+    model[0].weight.register_hook(lambda _: 1 / 0)
+    assert "ZeroDivisionError" in complaint(lambda: replica(inputs).backward())
+    for name, error in state.error().items():
+        assert not error.any() or relative(error, given[name]) <= LIMIT, name
+
+
+CASES = [as_torchs, starts, is_freed, keeps_all_or_nothing]
 test_on_one_worker = make_test(CASES, 1)
 test_on_two_workers = make_test(CASES, 2)
