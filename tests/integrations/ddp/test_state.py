@@ -210,7 +210,7 @@ def is_freed(worker: int, world_size: int) -> None:
 
 
 def keeps_all_or_nothing(worker: int, world_size: int) -> None:
-    """Of gradients whose first step is interrupted. DDP begins with a bucket for each dtype, and one of them is done."""
+    """Of gradients whose first step is interrupted. DDP begins with a bucket for each dtype, of which one is done."""
     model: Any = nn.ModuleList([nn.Linear(128, 128, bias=False).double(), nn.Linear(128, 128, bias=False)])
     model.forward = lambda x: model[1](model[0](x).float()).square().sum()
     inputs = torch.randn(8, 128, dtype=torch.double)
