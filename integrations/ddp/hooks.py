@@ -109,18 +109,15 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
-    last: bool | None = bucket.is_last()
-    if bucket.index() == 0 and not last:
-        # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
-        (step, first), found = state._begun, [*map(id, parameters)]
-        last = None if step == state._step.ended and first != found else last
-        state._begun = state._step.ended, found
+    last, before = bucket.is_last(), state._step.keys
+    # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
+    again = bucket.index() == 0 and not last and before and before.isdisjoint(map(id, parameters))
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
-    begun = engine.begin(key, shapes, buffer.device, keys=map(id, parameters), last=last)
+    begun = engine.begin(key, shapes, buffer.device, keys=map(id, parameters), last=None if again else last)
     # DDP waits for the Future instead of the stream.
     with state._residuals.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -165,7 +162,7 @@ def _average(
                         write_back(gradient, place)
                 finish()
 
-            engine.average(begun, gradients, done=done, join=last is not None)
+            engine.average(begun, gradients, done=done, join=not again)
             _log(state, begun, bucket, step)
     return future
 

@@ -109,8 +109,6 @@ class PowerSGDState(Handle):
         self._places: dict[Tensor, Place] = {}
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
-        # The newest first bucket: number of steps before its step, and its parameters.
-        self._begun: tuple[int, list[int]] = (-1, [])
         # Indices of the buckets whose memory was logged.
         self._logged: set[int] = set()
 

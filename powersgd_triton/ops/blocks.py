@@ -45,10 +45,9 @@ def together(tensors: Sequence[Tensor], n: int, m: int) -> Matrices:
         tensors = [matrix for tensor in tensors for matrix in tensor.view(-1, n, m).unbind()]
     itemsize, storage, places = first.itemsize, first.untyped_storage(), [tensor.data_ptr() for tensor in tensors]
     distance, end = places[1] - places[0], storage.data_ptr() + storage.nbytes()
-    equal = all(x.dtype == first.dtype for x in tensors) and distance >= numel * itemsize
-    equal = equal and places == list(range(places[0], places[-1] + 1, distance))
-    # What lies in one storage is aligned.
-    if equal and places[-1] + numel * itemsize <= end:
+    equal = distance >= numel * itemsize and places == list(range(places[0], places[-1] + 1, distance))
+    # What lies in one storage is aligned, but may have several dtypes.
+    if equal and places[-1] + numel * itemsize <= end and all(tensor.dtype == first.dtype for tensor in tensors):
         return first.as_strided((len(tensors), n, m), (distance // itemsize, m, 1))
     return [tensor.view(n, m) for tensor in tensors]
 
