@@ -204,8 +204,8 @@ class Compressor(Handle):
         """Replace the compressed gradients by their errors, M − L Rᵀ with this worker's own factors L and R.
 
         Use it with ``error_feedback=False`` if you keep the error yourself and add the next gradient to it. Call it
-        after ``decompress``, which sets the verdict. If the step was not finite, nothing is subtracted, so that the
-        gradients are sent in the next step. Tensors that are not compressed and non-finite elements become zero.
+        after ``decompress``, which sets the verdict. Tensors that are not compressed become zero. If the step was not
+        finite, only non-finite elements become zero, so that all else is sent in the next step.
 
         Returns:
             The number of non-finite elements, as a scalar on the gradients' device.
@@ -237,7 +237,7 @@ class Compressor(Handle):
                 dropped += error.numel() - finite.sum()
                 error.masked_fill_(~finite, 0)
             if not segment.rank:
-                error.zero_()
+                error.masked_fill_(verdict > 0, 0)
             write_back(error, named[segment.name])
         return dropped
 
