@@ -18,6 +18,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.passes import Passes
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import WholeHandle
@@ -125,6 +126,7 @@ class PowerSGDState(WholeHandle):
         super().__init__(engine, mesh, part_of)
         self.use_own_group(node_group)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
+        self._passes = Passes(fsdp_model, [engine])
         self._current: Unit | None = None
         for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This one fires just before it, and marks the unit.
@@ -167,6 +169,7 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     gradient: Tensor = bucket
     unit, engine = state._unit_of(gradient), state._engine
+    state._passes.begin()
     bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:

@@ -56,8 +56,8 @@ class AllReduce(Aggregator):
             return []
         flats = [as_real(gradient).view(-1) for gradient in gradients]
         pieces = self._communicator.mean(torch.cat(flats)).split([flat.numel() for flat in flats])
-        # Gradients of several dtypes are averaged in the widest of them. torch views real elements as complex only from an
-        # even offset, which a copy has.
+        # Gradients of several dtypes are averaged in the widest of them. torch views real elements as complex only from
+        # an even offset, which a copy has.
         averages = [
             in_form(piece.to(flat.dtype, copy=gradient.is_complex()), gradient.shape, gradient.dtype)
             for piece, flat, gradient in zip(pieces, flats, gradients, strict=True)

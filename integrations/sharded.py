@@ -26,6 +26,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import adopt, compared, save
+from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing, plain, renamed
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import (
@@ -53,6 +54,7 @@ class ShardedHandle(Handle):
     ``part_of`` maps a parameter's name to the part of its error that belongs to this worker.
     """
 
+    _passes: Passes
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
     # {name: zero error} of matrices that the framework averages itself, and that may be compressed on another mesh.

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.config import PowerSGDConfig, logger
+from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import LoadReport, listing
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, refuse_unequal
@@ -87,12 +88,13 @@ def apply_powersgd(
 
     # Collectives follow, so that no worker may raise an error alone.
     states = together("apply_powersgd", prepare, divisions[0].communicator)
+    passes = Passes(model, [state._engine for state in states.values()])
     for state in states.values():
-        state._take_over()
+        state._take_over(passes)
     first = next(iter(states.values()))
     if first.left_out:
         logger.info("PowerSGD leaves to FSDP what no other replica or shard has: %s", listing(first.left_out))
-    return first if len(states) == 1 else DividedState(states)
+    return first if len(states) == 1 else DividedState(states, passes)
 
 
 class DividedState(Several[ShardedHandle], ShardedHandle):
@@ -101,12 +103,21 @@ class DividedState(Several[ShardedHandle], ShardedHandle):
     Each parameter is in the state of those workers that average it, which are others on another mesh.
     """
 
+    def __init__(self, states: Mapping[str, ShardedHandle], passes: Passes) -> None:
+        super().__init__(states)
+        self._passes = passes
+
     def check_replicas(self) -> None:
         """Compare the parameters of all replicas. Collective. See ``HybridShardState.check_replicas``."""
         # All of them before an error, which only the workers of some shards may raise.
         refuse_unequal([n for state in self if isinstance(state, HybridShardState) for n in state.unequal()])
 
+    def error(self) -> dict[str, Tensor]:
+        self._passes.finish()
+        return super().error()
+
     def state_dict(self) -> dict[str, Any]:
+        self._passes.finish()
         return join([state.state_dict() for state in self])
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:

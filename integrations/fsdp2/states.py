@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
 from powersgd_triton.integrations.fsdp2.units import Division, Unit, local_tensors, unsaved
@@ -44,8 +45,9 @@ class HybridShardState(ShardedHandle):
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
 
-    def _take_over(self) -> None:
+    def _take_over(self, passes: Passes) -> None:
         """Make FSDP call this state. Collective."""
+        self._passes = passes
         self.make_replicas_equal()
         for unit in self._units:
             unit.take_over_all_reduce()
@@ -132,6 +134,7 @@ class HybridShardState(ShardedHandle):
             self._unreduced[unit] = output.to(wide, copy=True) if earlier is None else earlier
             output.zero_()
             return
+        self._passes.begin()
         bucket = self._engine.begin(unit.key, lambda: unit.shapes(padded=True), buffer.device, keys=(unit,))
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         if not self._engine.compressing or bucket.layout.numel != buffer.numel():
@@ -171,7 +174,8 @@ class FullShardState(WholeHandle):
         super().__init__(engine, mesh, functools.partial(part_of, units, workers=mesh))
         self._units = units
 
-    def _take_over(self) -> None:
+    def _take_over(self, passes: Passes) -> None:
+        self._passes = passes
         self.use_own_group()
         for unit in self._units:
             # FSDP has nothing to reduce-scatter on one worker.
@@ -196,6 +200,7 @@ class CustomReduceScatter:
         state, engine, unit = self._state, self._state._engine, self._unit
         unit.calls += 1
         output, sent = as_real(output_tensor), as_real(input_tensor)
+        state._passes.begin()
         bucket = engine.begin(unit.key, lambda: unit.shapes(padded=False), output.device, keys=(unit,))
         parts = list(unit.shapes(padded=True).values())
         numels = [math.prod(shape) for shape in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,12 +32,14 @@ from tests.support.balance import check_close
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
+    RATE,
     Net,
     backward,
     batch,
     check_said,
     full_mesh,
     hybrid_mesh,
+    loss_of,
     make_test,
     parameters,
     replica_mesh,
@@ -45,7 +49,7 @@ from tests.support.sharded_training import (
     whole,
 )
 from tests.support.training import complaint, relative
-from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup, means
 
 
 def unequal_replicas(worker: int, world_size: int) -> None:
@@ -110,6 +114,33 @@ def made_equal(worker: int, world_size: int) -> None:
     register_fsdp_forward_method(bypassing, "predict")
     loss = bypassing.predict(batch(0, 0)[0]).sum()
     assert "RuntimeError: replicas were not made equal" in complaint(loss.backward)
+
+
+def by_turns(worker: int, world_size: int) -> None:
+    """A backward pass that begins with a unit that the last one did not use has its own verdict and loss scale."""
+    plain, name, scale = Net(), "sometimes.weight", torch.ones(())
+    loss_of(plain, batch(worker, 0)).backward()
+    expected = means({name: plain.sometimes.weight.grad})[name]  # type: ignore[dict-item]
+    for wrapper, mesh in ((FSDP1, None), (FSDP2, full_mesh(world_size)), (HSDP, hybrid_mesh(2, 2))):
+        net, options = Net(), dict[str, Any]()
+        if mesh is None:
+            options["auto_wrap_policy"] = CustomPolicy(functools.partial(operator.is_, net.sometimes))
+        else:
+            fully_shard(net.sometimes, mesh=mesh)
+        made = wrapper(net, RANK_2, **options)
+        made.state.attach(lambda: scale)
+        scale.fill_(1)
+        net.use, net.inject = False, functools.partial(torch.mul, math.nan)
+        backward(made.module, worker)
+        scale.fill_(4)
+        net.use, net.inject = True, None
+        made.module.zero_grad()
+        (4 * loss_of(made.module, batch(worker, 0))).backward()
+        before = made.parameters()
+        made.update()
+        averages = {key: (value - made.parameters()[key]) / RATE / 4 for key, value in before.items()}
+        assert made.mean_error()[name].any()
+        assert relative(averages[name] + made.mean_error()[name], expected) < 1e-5, wrapper
 
 
 SEQUENCES = {"shard": 2, "sequence": 2}
@@ -217,7 +248,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, wrong_use)}
+OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, wrong_use)}
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 

@@ -138,8 +138,9 @@ def everywhere(found: bool) -> bool:
 
 class FSDP1(Wrapped):
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
-        given = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
-        module: Any = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **given)
+        given: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        given |= {"auto_wrap_policy": ModuleWrapPolicy({Block}), **options}
+        module: Any = FullyShardedDataParallel(net, **given)
         self.finish(net, module, config, node_group=node_group)
 
     def parameters(self) -> Gradients:
