@@ -69,6 +69,8 @@ class DeepSpeedState(Handle):
         }
         communicator = engines.communicator_of(engine, self.group, node_group)
         super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
+        # The engine too must know whether the exact first steps are over.
+        self._step.iteration = engine.global_steps
         self._reached = False
         # Set if parameters are sent as differences.
         self.parameters: ParameterOverride | None = None
@@ -77,6 +79,11 @@ class DeepSpeedState(Handle):
         """Return whether to compress gradients. Note that DeepSpeed has called the override in this step."""
         self._reached = True
         return bool(self._framework.global_steps >= self.config.start_iter)
+
+    def forget(self) -> None:
+        super().forget()
+        # A checkpoint without a state may have been loaded.
+        self._step.iteration = max(self._step.iteration, self._framework.global_steps)
 
     def averages(self, group: Any) -> bool:
         """Return whether this state averages over the workers of a process group."""

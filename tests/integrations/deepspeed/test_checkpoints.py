@@ -82,6 +82,8 @@ def brings_no_error_with_weights_alone() -> None:
                 losses(engine, range(2))
                 engine.load_checkpoint(f"{path}/{name}", "saved", load_module_only=how)
                 found = mean_errors(engine)
+                # They must agree whether the exact first steps are over.
+                assert engine.powersgd.iteration == engine.global_steps
             if section is at_rank_2:
                 assert same_bits(found, torch.load(f"{path}/with/errors"))
             else:
