@@ -154,18 +154,14 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
 
 
 def fitting(saved: Mapping[str, Tensor], size: Size, error: Tensor | None) -> dict[str, Tensor]:
-    """Return the parts of a tensor of this size: the saved bases that fit, a random right one if not, and its error."""
+    """Return the parts of a tensor of this size: its error, and the bases if the right one fits."""
     n, m, rank, count = size
-    parts: dict[str, Tensor] = {}
-    if rank:
-        # A basis has other rows if tensor parallelism split the columns into another number of parts.
-        lengths = {"left_basis": count * n, "basis": count * m}
-        parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
-        if "basis" not in parts:
-            # Equal on all workers. The matrix was not compressed, or not so.
-            generator = torch.Generator().manual_seed(0)
-            parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0].repeat(count, 1)
-    if error is not None and (rank or error.any()):
+    # A basis has other rows if tensor parallelism split the columns into another number of parts.
+    lengths = {"left_basis": count * n, "basis": count * m}
+    parts = {key: part[:, :rank] for key, part in saved.items() if rank and part.shape[0] == lengths[key]}
+    if "basis" not in parts:
+        parts = {}
+    if error is not None and (parts or error.any()):
         # The rows of a shard are padded.
         parts["error"] = torch.nn.functional.pad(error, (0, size.rows * m - len(error))).view(size.rows, m)
     return parts

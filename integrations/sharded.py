@@ -155,7 +155,9 @@ class ShardedHandle(Handle):
             saved = nearest["matrices"]
             fitted = {name: fitting(saved.get(name, {}), size, fetched.get(name)) for name, size in tensors.items()}
             matrices = {name: parts for name, parts in fitted.items() if parts}
-            plain_sizes = {name: plain(size) for name, size in tensors.items()}
+            # What has no basis counts as not compressed: its first one is drawn as in a run from the start.
+            ranks = {name: size.rank if "basis" in matrices.get(name, {}) else 0 for name, size in tensors.items()}
+            plain_sizes = {name: plain(size._replace(rank=ranks[name])) for name, size in tensors.items()}
             return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
 
         saved, report = compared(self._engine, read)
