@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,11 +60,13 @@ def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") 
     return number
 
 
-def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -> None:
+def _number(name: str, value: Any, minimum: int, kind: str = "a number") -> float:
+    """Return a value such as a ``numpy.float64`` as Python's number: saved states have no others."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}; got {value!r}")
-    if not (math.isfinite(value) and value >= minimum):
+    if not minimum <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and at least {minimum}; got {value}")
+    return int(value) if isinstance(value, int) else float(value)
 
 
 def unknown(key: object, valid: Sequence[str]) -> str:
@@ -180,7 +182,7 @@ class PowerSGDConfig:
             if getattr(self, name) >= 2**32:
                 raise ValueError(f"{name} must be below 2**32; got {getattr(self, name)}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
-            _check_number(name, getattr(self, name), 0)
+            self._set(name, _number(name, getattr(self, name), 0))
         if (epsilon := self.orthogonalization_epsilon) >= 1:
             raise ValueError(f"orthogonalization_epsilon, relative to a column's norm, must be below 1; got {epsilon}")
         for name in ("error_feedback", "warm_start", "batch_by_shape"):
@@ -212,6 +214,8 @@ class PowerSGDConfig:
             if getattr(self, name) not in values:
                 kinds = f"{'None or ' * (None in values)}one of {', '.join(filter(None, values))}"
                 raise ValueError(f"{name} must be {kinds}; got {getattr(self, name)!r}")
+            if getattr(self, name) is not None:
+                self._set(name, str(getattr(self, name)))
         if self.quantize == SPARSE:
             self._check_sparse()
         for name in NOT_WITH_QUANTIZE if self.quantize is not None else ():
@@ -223,7 +227,7 @@ class PowerSGDConfig:
 
     def _check_sparse(self) -> None:
         budget: Any = 50.0 if self.compression is None else self.compression
-        _check_number("compression", budget, 16)
+        budget = _number("compression", budget, 16)
         if budget > MOST_SPARSE or self.error_feedback is False:
             needed = f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True"
             raise ValueError(f"{needed}; got compression={budget}, error_feedback={self.error_feedback}")
@@ -234,8 +238,9 @@ class PowerSGDConfig:
         if len(given) > 1:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
-        if self.compression is not None and self.compression != AUTO:
-            _check_number("compression", self.compression, 1, f"a number or {AUTO!r}")
+        if (budget := self.compression) is not None:
+            kind = f"a number or {AUTO!r}"
+            self._set("compression", AUTO if budget == AUTO else _number("compression", budget, 1, kind))
         for name in ("bytes_per_step", "max_rank"):
             if getattr(self, name) is not None:
                 self._set(name, whole_number(name, getattr(self, name), 1))
@@ -248,7 +253,7 @@ class PowerSGDConfig:
                 got = f"rank={self.rank!r}" if self.quantize is None else f"quantize={self.quantize!r}"
                 raise ValueError(f"{name} limits planned ranks: give it with compression or bytes_per_step; got {got}")
         if self.max_overhead is not None:
-            _check_number("max_overhead", self.max_overhead, 0)
+            self._set("max_overhead", _number("max_overhead", self.max_overhead, 0))
             if not 0 < self.max_overhead < 1:
                 raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
         if self.planned and not self.error_feedback:

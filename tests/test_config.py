@@ -6,12 +6,27 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from powersgd_triton import PowerSGDConfig
 
 NAN, INF = float("nan"), float("inf")
+
+
+def test_values_are_plain_whatever_they_were_given_as():
+    """Else torch.load refuses the saved states that they are in."""
+    numbers = {"max_overhead": 0.1, "min_compression_rate": 1.5, "orthogonalization_epsilon": 0.5}
+    words = {"algorithm": "standard", "wire_dtype": "int4", "backend": "torch", "bypass": "int8"}
+    for budget in (np.float64(20), np.str_("auto")):
+        given = {name: np.float64(value) for name, value in numbers.items()}
+        given |= {name: np.str_(word) for name, word in words.items()}
+        config = PowerSGDConfig(**given, compression=budget)
+        assert {type(value) for value in config.to_dict().values()} <= {bool, float, int, str, type(None)}
+        assert config == PowerSGDConfig(**numbers, **words, compression=budget.item())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compression must be finite"):
+        PowerSGDConfig(compression=10**400)
 
 
 def test_is_frozen_keyword_only_and_hashable_and_has_the_documented_defaults():
