@@ -140,18 +140,22 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 
-        group, device = model.process_group, next(model.parameters()).device
-        # The other workers would wait in the first step for one that has refused its configuration.
-        handle = together(
-            "attach",
-            lambda: (ddp.PowerSGDState(config, process_group=group, module=model, node_group=node_group), {}, {}),
-            Communicator(group),
-            device,
-        )
-        try:
-            model.register_comm_hook(handle, ddp.powerSGD_hook)
-        except RuntimeError as error:
-            raise ValueError("the model has a communication hook already: attach sets its own") from error
+        workers, device = Communicator(model.process_group), next(model.parameters()).device
+
+        def make() -> tuple[Handle, Facts, Facts]:
+            state = ddp.PowerSGDState(config, process_group=workers.group, module=model, node_group=node_group)
+            return state, {}, {}
+
+        def register() -> tuple[None, Facts, Facts]:
+            try:
+                model.register_comm_hook(handle, ddp.powerSGD_hook)
+            except RuntimeError as error:
+                raise ValueError("the model has a communication hook already: attach sets its own") from error
+            return None, {}, {}
+
+        # The other workers would wait in the first step for one that has refused its configuration, or has a hook.
+        handle = together("attach", make, workers, device)
+        together("attach", register, workers, device)
         return handle
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1
