@@ -66,8 +66,9 @@ class _Finder:
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != DEEPSPEED:
             return None
-        others = (finder.find_spec for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (find_spec(name, path, target) for find_spec in others)), None)
+        # Python passes over finders without the method, too.
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (find_spec(name, path, target) for find_spec in others if find_spec)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -75,7 +76,7 @@ class _Finder:
                 module.__class__ = _DeepSpeed
                 execute(module)
 
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
+            spec.loader.exec_module = executed
         return spec
 
 

@@ -116,8 +116,9 @@ class Buckets:
 
         def introduce() -> tuple[Layout, Facts, Facts]:
             layout = Layout.build(shapes(), self._plan.config, compress=compress)
+            order = {"tensors in order": [*layout.shapes]}
             if not first:
-                return layout, {}, replicated_facts(self._plan.config, layout.shapes, self._plan)
+                return layout, {}, {**replicated_facts(self._plan.config, layout.shapes, self._plan), **order}
             self._plan.connect(self.communicator.world_size)
             if self.communicator.world_size > 1:
                 check_groups(self.communicator.group, self.communicator.node_group)
@@ -125,7 +126,7 @@ class Buckets:
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
-            return layout, common, {**replicated, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
+            return layout, common, {**replicated, **order, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
 
         layout = self.together("a step", introduce)
         if first:
@@ -173,9 +174,10 @@ class Buckets:
 
         def allocate() -> tuple[Any, Facts, Facts]:
             memory = self._scheme.prepare(task)
-            # Moving an error is collective, and the workers of a node exchange gradients as they are.
-            shared = [] if self.communicator.inside is None else gradients.values()
-            dtypes = sorted({str(gradient.dtype) for gradient in shared})
+            # Moving an error is collective. The workers of a node exchange gradients as they are, and others in fp64 if
+            # one of them is.
+            kinds = {gradient.dtype for gradient in gradients.values()}
+            dtypes = sorted(map(str, kinds if self.communicator.inside is not None else kinds & {torch.float64}))
             return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
         memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)

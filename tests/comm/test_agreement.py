@@ -56,10 +56,14 @@ def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None
         ({"shapes": {**SHAPES, "c": (8, 9)}}, "shape of 'c': [8, 9] instead of [8, 8]"),
         ({"shapes": {**SHAPES, "more": (3,)}}, "shape of 'more': [3] instead of none"),
         ({"shapes": {}}, "shape of 'a': none instead of [16, 12]"),
+        ({"shapes": {name: SHAPES[name] for name in "cba"}}, "tensors in order: ['c', 'b', 'a'] instead of"),
+        ({"dtype": torch.float64}, "dtypes of gradients: ['torch.float64'] instead of []"),
     ):
-        fields: dict[str, Any] = {"shapes": SHAPES, **CONFIG, **(differs if worker == 1 else {})}
-        shapes = fields.pop("shapes")
-        said = complaint(compress, Compressor(PowerSGDConfig(**fields), shapes), shapes)
+        fields: dict[str, Any] = {"shapes": SHAPES, "dtype": torch.float32, **CONFIG}
+        fields |= differs if worker == 1 else {}
+        shapes, dtype = fields.pop("shapes"), fields.pop("dtype")
+        given = gradients(dist.get_rank(), shapes, dtype)
+        said = complaint(Compressor(PowerSGDConfig(**fields), shapes).compress, given)
         assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in {difference}"), said
         dist.barrier()
     # Another version of the package.
