@@ -13,7 +13,7 @@ from torch import Tensor
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.scheme import FlatAverage
 from powersgd_triton.elastic.managed import Managed
@@ -86,7 +86,8 @@ class Compressor(Handle):
             lost is not committed, and its ``verdict`` is 0. See docs/guides/torchft.md.
 
     Raises:
-        TypeError: A tensor does not have a floating-point or complex dtype, or ``node_group`` is something else.
+        TypeError: A tensor does not have a floating-point or complex dtype, a name is not a string, a size is not an
+            int, or ``node_group`` is something else.
         ValueError: A shape has a negative size, or ``manager`` comes with what it does not support, such as a group.
         RuntimeError: The group cannot be used.
     """
@@ -106,14 +107,14 @@ class Compressor(Handle):
         # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
         self._kinds: dict[str, Kind] = {}
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"expected names of tensors as strings; got {name!r}")
             if isinstance(tensor, Tensor):
                 check_dense(name, tensor)
                 self._kinds[name] = (tensor.shape, tensor.dtype, tensor.device)
                 shapes[name] = real_shape(tensor.shape, tensor.dtype)
             else:
-                shapes[name] = tuple(tensor)
-            if any(size < 0 for size in shapes[name]):
-                raise ValueError(f"sizes must not be negative; {name!r} has shape {shapes[name]}")
+                shapes[name] = tuple(whole_number(f"a size of {name!r}", size) for size in tensor)
         device = next((device for *_, device in self._kinds.values()), None)
         super().__init__(new_engine(config, Communicator(group, node_group=node_group), lambda: shapes, device))
         self._exact = Layout.build(shapes, config, compress=False)

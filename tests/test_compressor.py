@@ -228,7 +228,9 @@ def test_the_first_step_decides_the_dtype_unless_it_is_refused():
 def test_bad_arguments_at_construction():
     cases: list[tuple[Any, Any, Any, type[Exception], str]] = [
         *((config, SHAPES, None, TypeError, "PowerSGDConfig") for config in (None, {"rank": 4}, 4, PowerSGDConfig)),
-        (PowerSGDConfig(), {"w": (4, -1)}, None, ValueError, r"'w'.*\(4, -1\)"),
+        (PowerSGDConfig(), {"w": (4, -1)}, None, ValueError, "a size of 'w' must be at least 0; got -1"),
+        (PowerSGDConfig(), {"w": (4.0, 4)}, None, TypeError, "a size of 'w' must be an int; got 4.0"),
+        (PowerSGDConfig(), {0: (4, 4)}, None, TypeError, "names of tensors as strings; got 0"),
         (PowerSGDConfig(), {"w": torch.ones(4, 4, dtype=torch.int32)}, None, TypeError, "'w'.*float.*int32"),
         (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, None, TypeError, "'w'.*dense"),
         (PowerSGDConfig(), SHAPES, object(), RuntimeError, "init_process_group"),

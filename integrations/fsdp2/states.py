@@ -139,6 +139,9 @@ class HybridShardState(ShardedHandle):
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         if not self._engine.compressing or bucket.layout.numel != buffer.numel():
             self._engine.average_exactly(buffer)
+            if self._engine.compressing:
+                # The step does not count then in other units either.
+                note_overflow(buffer, self._step.verdict(buffer.device))
         else:
             views = {s.name: buffer[s.span].view(s.shape) for s in bucket.layout.segments}
             self._engine.average(bucket, views)
@@ -211,6 +214,10 @@ class CustomReduceScatter:
             )
         if not engine.compressing or sum(numels) != output.numel():
             self._default(output_tensor, input_tensor, group, op, async_op)
+            if engine.compressing:
+                note_overflow(output, state._step.verdict(output.device))
+                # Each worker has looked at its own shard.
+                state._step.uneven = True
             return
         memory = sent.new_empty(bucket.layout.numel)
         gradients: dict[str, Tensor] = {}

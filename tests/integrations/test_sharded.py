@@ -143,6 +143,21 @@ def by_turns(worker: int, world_size: int) -> None:
         assert relative(averages[name] + made.mean_error()[name], expected) < 1e-5, wrapper
 
 
+def with_unused(worker: int, world_size: int) -> None:
+    """A unit with an unused parameter is averaged exactly. If it is not finite, the step counts nowhere."""
+    plain = Net()
+    plain.use = False
+    loss_of(plain, batch(worker, 0)).backward()
+    expected = means({name: p.grad for name, p in plain.blocks.named_parameters("blocks") if p.grad is not None})
+    for wrapper in (FSDP2, HSDP):
+        made = wrapper(Net(), RANK_2)
+        made.net.use, made.net.inject = False, functools.partial(torch.mul, math.nan)
+        backward(made.module, worker)
+        errors = made.mean_error()
+        for name in ("blocks.0.up.weight", "blocks.1.down.weight"):
+            assert relative(errors[name], expected[name]) < 1e-5, (wrapper, name)
+
+
 SEQUENCES = {"shard": 2, "sequence": 2}
 # DTensor finds out for seconds what each operation does there.
 WITH_REPLICAS = [{"replicate": 2, "shard": 2, "sequence": 1}, {"replicate": 2, "shard": 1, "sequence": 2}]
@@ -248,7 +263,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, wrong_use)}
+OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, with_unused, wrong_use)}
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 
