@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -29,30 +29,37 @@ __all__ = ["PowerSGDState", "powerSGD_hook"]
 
 
 class Unit:
-    """The places of the trainable parameters in the flat gradient of one FSDP unit."""
+    """The places of the parameters in the flat gradient of one FSDP unit."""
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros. They may change.
+        self._parameters: dict[str, nn.Parameter] = {}
         # FSDP flattens parameters that are not contiguous in the order of memory.
         self.strides: dict[str, tuple[int, ...]] = {}
         # Without the padding that makes shards equal.
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
-                # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros.
-                if flat._params is None or flat._params[index].requires_grad:
-                    name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
-                    self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
-                    self.strides[name] = tuple(flat._strides[index])
+                name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
+                self._shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
+                self.strides[name] = tuple(flat._strides[index])
+                if flat._params is not None:
+                    self._parameters[name] = flat._params[index]
                 index += 1
             self.numel += numel
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of the parameters that are trainable now."""
+        frozen = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
+        return {name: shape for name, shape in self._shapes.items() if name not in frozen}
+
     def view(self, flat: Tensor, name: str) -> Tensor:
         """Return a view, with the parameter's shape, of its elements in FSDP's order."""
-        return flat.as_strided(self.shapes[name], self.strides[name])
+        return flat.as_strided(self._shapes[name], self.strides[name])
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
@@ -110,18 +117,22 @@ class PowerSGDState(WholeHandle):
                 )
             given_groups(node_group)
             units = _units(fsdp_model)
-            shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
-            engine = new_engine(config, communicator, lambda: shapes, device, buckets=len(units))
+
+            def shapes() -> dict[str, tuple[int, ...]]:
+                return {name: shape for unit in units for name, shape in unit.shapes().items()}
+
+            engine = new_engine(config, communicator, shapes, device, buckets=len(units))
             if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
                 refuse_auto(config, "a sharded model")
             return (units, engine), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        mesh, shapes = DeviceMesh.from_group(group, device.type), engine.tensors()
+        mesh = DeviceMesh.from_group(group, device.type)
 
         def part_of(name: str) -> Part:
-            return Part(0, *cut(shapes[name][0], mesh), mesh, [Shard(0)], shapes[name])
+            shape = engine.tensors()[name]
+            return Part(0, *cut(shape[0], mesh), mesh, [Shard(0)], shape)
 
         super().__init__(engine, mesh, part_of)
         self.use_own_group(node_group)
@@ -170,7 +181,7 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
     gradient: Tensor = bucket
     unit, engine = state._unit_of(gradient), state._engine
     state._passes.begin()
-    bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
+    bucket = engine.begin((unit, *unit.shapes()), unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)

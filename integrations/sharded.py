@@ -161,6 +161,8 @@ class ShardedHandle(Handle):
             return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
 
         saved, report = compared(self._engine, read)
+        # Parameters that are frozen now may be trained later, from a first basis.
+        saved = dataclasses.replace(saved, strict=False)
         dropped = (*report.dropped, *(name for name in self._left if sums.get(name)))
         return functools.partial(adopt, self._engine, saved, dataclasses.replace(report, dropped=dropped))
 

@@ -28,7 +28,7 @@ from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import tensor_parallel
-from tests.support.balance import check_close
+from tests.support.balance import Ledger, check_close
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
@@ -158,6 +158,22 @@ def with_unused(worker: int, world_size: int) -> None:
             assert relative(errors[name], expected[name]) < 1e-5, (wrapper, name)
 
 
+def unfrozen(worker: int, world_size: int) -> None:
+    """What is trained from a later step on is averaged then, also after a state was loaded before."""
+    name = "blocks.1.up.weight"
+    for wrapper in (FSDP1, FSDP2, HSDP):
+        net = Net()
+        net.get_parameter(name).requires_grad_(False)
+        made = wrapper(net, RANK_2)
+        ledger = Ledger(made)
+        ledger.train(range(2))
+        ledger.given[name].zero_()
+        made.state.load_state_dict(made.state.state_dict())
+        made.module.requires_grad_(True)
+        ledger.train(range(2, 4))
+        ledger.check()
+
+
 SEQUENCES = {"shard": 2, "sequence": 2}
 # DTensor finds out for seconds what each operation does there.
 WITH_REPLICAS = [{"replicate": 2, "shard": 2, "sequence": 1}, {"replicate": 2, "shard": 1, "sequence": 2}]
@@ -263,7 +279,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, with_unused, wrong_use)}
+OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, unfrozen, with_unused, wrong_use)}
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 
