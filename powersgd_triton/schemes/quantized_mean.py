@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,13 +64,16 @@ class Exchange:
         first = M.storage_offset()
         return None if self.terms is None else [term[first : first + len(M)] for term in self.terms]
 
-    def memory_for(self, name: str, numel: int, device: torch.device, *rows: int, zero: bool = False) -> Tensor:
-        """Return uint8 [*rows, bytes] for messages of ``numel`` elements.
+    def bytes_of(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+        return self.width.difference_bytes(numel)[1]
+
+    def memory_for(self, name: str, device: torch.device, *shape: int, zero: bool = False) -> Tensor:
+        """Return uint8 of this shape for messages.
 
         Parts are to be ``zero``, since the end of a shorter one is sent too, and adds nothing. What is kept stays zero
         there: each step writes the same messages.
         """
-        shape = (*rows, self.width.difference_bytes(numel)[1])
         found = self.memory.get(name)
         if found is None or found.shape != shape:
             found = (torch.zeros if zero else torch.empty)(shape, dtype=torch.uint8, device=device)
@@ -167,8 +170,8 @@ def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Mess
             M.zero_()
         return Messages(numel, mean, numel, config)
     if workers == 2:
-        sent = exchange.memory_for("sent", numel, M.device)
-        gathered = exchange.memory_for("gathered", numel, M.device, workers)
+        sent = exchange.memory_for("sent", M.device, exchange.bytes_of(numel))
+        gathered = exchange.memory_for("gathered", M.device, workers, len(sent))
         exchange.encode(M, sent)
         yield communicator.all_gather(gathered, sent)
         return Messages(numel, gathered, numel, config)
@@ -177,29 +180,41 @@ def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Mess
     each = -(-numel // (workers * unit)) * unit
     own = exchange.computed(M[worker * each : (worker + 1) * each])
     own = own if exchange.keeps else own.to(torch.float32, copy=True)
-    yield from _sum_part(M, own, each, exchange)
-    exchange = dataclasses.replace(exchange, terms=None)
-    mine = exchange.memory_for("mine", each, M.device, zero=True)
-    gathered = exchange.memory_for("gathered", each, M.device, workers)
-    exchange.encode(own, mine[None], each, message=2)
+    yield from _sum_part(M, own, [each] * workers, exchange)
+    exchange, length = dataclasses.replace(exchange, terms=None), exchange.bytes_of(each)
+    mine = exchange.memory_for("mine", M.device, length, zero=True)
+    gathered = exchange.memory_for("gathered", M.device, workers, length)
+    exchange.encode(own, mine[None], each, message=workers)
     yield communicator.all_gather(gathered, mine)
     return Messages(numel, gathered, each, config)
 
 
-def _sum_part(M: Tensor, own: Tensor, each: int, exchange: Exchange) -> Generator[Work, None, None]:
-    """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
+def _sum_part(M: Tensor, own: Tensor, sizes: Sequence[int], exchange: Exchange) -> Generator[Work, None, None]:
+    """Send worker w its part of M, ``sizes[w]`` elements. Add the parts that the others send to ``own``, in fp32."""
     communicator = exchange.communicator
     workers, worker = communicator.world_size, communicator.index
-    sent = exchange.memory_for("parts", each, M.device, workers, zero=True)
-    received = exchange.memory_for("received", each, M.device, workers)
-    # Not the own part, which is not sent and so not rounded.
-    exchange.encode(M[: worker * each], sent[:worker], each)
-    exchange.encode(M[(worker + 1) * each :], sent[worker + 1 :], each, message=1)
-    yield communicator.all_to_all(received, sent)
+    lengths = [exchange.bytes_of(size) for size in sizes]
+    sent = exchange.memory_for("parts", M.device, sum(lengths), zero=True)
+    received = exchange.memory_for("received", M.device, workers, lengths[worker])
+    first = place = 0
+    # Workers side by side whose parts have one size get a message. Not the own part, which is not rounded.
+    groups = itertools.groupby(range(workers), lambda w: (w == worker, sizes[w]))
+    for message, ((mine, size), alike) in enumerate(groups):
+        count = len(list(alike))
+        end, behind = first + count * size, place + count * exchange.bytes_of(size)
+        if size and not mine:
+            exchange.encode(M[first:end], sent[place:behind].view(count, -1), size, message=message)
+        first, place = end, behind
+    if len({*lengths}) == 1:
+        yield communicator.all_to_all(received, sent.view(workers, -1))
+    else:
+        yield communicator.all_to_all(received.view(-1), sent, lengths)
+    if not sizes[worker]:
+        return
     # NaN where the own part is not finite, which counts as 0 otherwise.
     spoiled = own - own
     apply = difference_codec(exchange.config, own.device, own.dtype).apply
-    apply(Decoding(received, exchange.width, own.expand(workers, -1), 1.0, each))
+    apply(Decoding(received, exchange.width, own.expand(workers, -1), 1.0, sizes[worker]))
     own += spoiled
 
 
@@ -209,10 +224,10 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     A worker sends half as many bytes, and rounds no sum.
     """
     communicator, unit = exchange.communicator, exchange.width.unit
-    each = max(sum(part.stop - part.start for part in parts) for parts in shards)
-    each = -(-each // unit) * unit
+    sizes = [-(-sum(part.stop - part.start for part in parts) // unit) * unit for parts in shards]
     M = exchange.computed(M)
-    rows = M.new_zeros(communicator.world_size, each)
+    whole = M.new_zeros(sum(sizes))
+    rows = whole.split(sizes)
     places = [
         (row[end - (part.stop - part.start) : end], M[part])
         for row, parts in zip(rows, shards, strict=True)
@@ -220,14 +235,14 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     ]
     torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
     own = rows[communicator.index].float()
-    yield from _sum_part(rows.view(-1), own, each, dataclasses.replace(exchange, terms=None))
+    yield from _sum_part(whole, own, sizes, dataclasses.replace(exchange, terms=None))
     mean, first = torch.zeros(len(M), device=M.device), 0
     own /= communicator.world_size
     for part in shards[communicator.index]:
         mean[part] = own[first : first + part.stop - part.start]
         first += part.stop - part.start
     if exchange.keeps:
-        rows[communicator.index] = 0
+        rows[communicator.index].zero_()
         M.zero_()
         torch._foreach_copy_([part for _, part in places], [place for place, _ in places])
     return mean

@@ -149,23 +149,31 @@ FEWER = {"bf16": 2.0, "fp8": 3.9, "int8": 3.9, "int4": 7.7, "int2": 15, "ternary
 
 @thinned("codes, workers", tuple(FEWER), (2, 3, 8, 64), together=1)
 def test_bytes_of_a_worker(codes: str, workers: int):
-    """As many as an all-reduce of the quantized tensors, and half of that where each worker needs a shard."""
+    """As many as an all-reduce of the quantized tensors, and half of that where each worker needs a shard.
+
+    However long the shards are: the first worker sends all of M where another one needs it.
+    """
     numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
     whole: list[tuple[bool, Call]] = []
     halves: list[tuple[bool, Call]] = []
+    alone: list[tuple[bool, Call]] = []
     for _ in summed(torch.randn(numel), Exchange(config, CountedWorker(0, workers, whole))):
         pass
     each = numel // workers
     shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
     for _ in scattered_mean(torch.randn(numel), shards, Exchange(config, CountedWorker(0, workers, halves))):
         pass
-    sent, scattered = (sum(call.sent for _, call in calls) for calls in (whole, halves))
+    last = [*([] for _ in range(workers - 1)), [slice(0, numel)]]
+    for _ in scattered_mean(torch.randn(numel), last, Exchange(config, CountedWorker(0, workers, alone))):
+        pass
+    sent, scattered, to_one = (sum(call.sent for _, call in calls) for calls in (whole, halves, alone))
     exact = 2 * (workers - 1) / workers * 4 * numel
     # Parts end with whole blocks.
     assert exact / sent >= 0.99 * FEWER[codes]
     assert sent / 2 <= scattered <= 1.05 * sent / 2 or workers == 2
     assert len(whole) == 2 - (workers == 2)
-    assert len(halves) == 1
+    assert to_one <= 1.05 * scattered * workers / (workers - 1)
+    assert len(halves) == len(alone) == 1
 
 
 def test_who_needs_what_is_asked_once():
