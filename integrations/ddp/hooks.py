@@ -2,7 +2,8 @@
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import math
-from collections.abc import Hashable
+import operator
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,12 +55,14 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     Use ``powerSGD_hook`` unless the model has many tiny tensors: rows across tensors are less accurate at every rank.
 
     A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. An incomplete last row, which torch pads
-    with zeros, is averaged exactly. Error and basis belong to the bucket, so its boundaries must not change.
+    with zeros, is averaged exactly. Error and basis belong to the bucket, so its boundaries must not change. But DDP
+    rebuilds its buckets after a wrapper's first backward pass: a bucket that is not that of the last step is averaged
+    exactly.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
         ValueError: ``start_powerSGD_iter`` is below 2, or ranks are given for each parameter.
-        RuntimeError: A bucket's size has changed, or a collective failed.
+        RuntimeError: A bucket with an error has other parameters now, or a collective failed.
     """
     _check(state, bucket)
     if state.config.start_iter < 2:
@@ -69,15 +72,26 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         )
     if state.config.planned or callable(state.config.rank):
         raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
-    index, numel = bucket.index(), _real(bucket.buffer()).numel()
-    before = state._numels.get(index, numel)
-    if before != numel and state.iter >= state.config.start_iter:
-        raise RuntimeError(f"bucket {index} had {before} elements, now {numel}: use powerSGD_hook or buckets that stay")
-    state._numels[index] = numel
+    index, numel, parameters = bucket.index(), _real(bucket.buffer()).numel(), bucket.parameters()
+    settled = same(parameters, state._whole.get(index))
+    state._whole[index] = parameters
     columns = math.isqrt(max(0, numel - 1)) + 1
     rows = numel // columns
     shapes = {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
-    return _average(state, bucket, (index, numel), lambda: shapes, whole=True)
+    if settled and state._engine.compressing:
+        saved = state._residuals.loaded.tensors.get(SQUARE.format(index))
+        other = saved is not None and (saved.n, saved.m) != (rows, columns)
+        if other or not same(parameters, state._compressed.setdefault(index, parameters)):
+            raise RuntimeError(
+                f"bucket {index} has other parameters than those of its error, now {numel} elements: use "
+                "powerSGD_hook, or the same model and bucket_cap_mb"
+            )
+    return _average(state, bucket, (index, numel), lambda: shapes, whole=True, exact=not settled)
+
+
+def same(parameters: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+    """Return whether these are the same tensors in the same order."""
+    return others is not None and len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
 def _check(state: object, bucket: object) -> None:
@@ -105,9 +119,15 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def _average(
-    state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False
+    state: PowerSGDState,
+    bucket: GradBucket,
+    key: Hashable,
+    shapes: Shapes,
+    *,
+    whole: bool = False,
+    exact: bool = False,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine, as its parameters or as a ``whole``."""
+    """Pass a bucket to the engine, as its parameters or as a ``whole``. ``exact`` averages it exactly in this step."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
     last, before = bucket.is_last(), state._step.keys
     # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
@@ -139,7 +159,7 @@ def _average(
         step = state.iter
         if step == state.config.start_iter and bucket.index() == 0:
             torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
-        if not engine.compressing:
+        if exact or not engine.compressing:
             engine.average_exactly(buffer, done=finish)
         else:
             held, segments, start = [place for place, _ in views], begun.layout.segments, buffer.storage_offset()

@@ -107,8 +107,9 @@ class PowerSGDState(Handle):
         self._automatic_nodes = AUTO if node_group == AUTO else None
         # How each gradient lies in its bucket.
         self._places: dict[Tensor, Place] = {}
-        # The number of elements of each bucket of ``batched_powerSGD_hook``.
-        self._numels: dict[int, int] = {}
+        # {index: parameters} of the buckets of ``batched_powerSGD_hook``: of the newest ones, and of those with errors.
+        self._whole: dict[int, list[Tensor]] = {}
+        self._compressed: dict[int, list[Tensor]] = {}
         # Indices of the buckets whose memory was logged.
         self._logged: set[int] = set()
 

@@ -28,6 +28,7 @@ from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
     LIMIT,
     MANY,
+    ONE,
     WIDTH,
     Gradients,
     Run,
@@ -186,17 +187,34 @@ def batched(worker: int, world_size: int) -> None:
 
 
 def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
-    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones."""
-    model, late = linear_stack(), state_of(None, 1, start_powerSGD_iter=2)
-    replica = DistributedDataParallel(model)
-    training(model, worker, late, range(3), hook=batched_powerSGD_hook)
-    for state, step, parts in (
-        (state_of(None, 1), 0, ("ValueError", "start_powerSGD_iter must be at least 2; got 0")),
-        # The DDP model is taken as module= too.
-        (PowerSGDState(None, lambda *_: 2, 2, module=replica), 0, ("batched_powerSGD_hook has one matrix a bucket",)),
-        (late, 3, ("RuntimeError", "buckets that stay")),
+    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones.
+
+    What a bucket has not sent comes to its parameters in a new wrapper too, whose first buckets are others.
+    """
+    model, hook = linear_stack(), batched_powerSGD_hook
+    exact = {name: torch.zeros_like(parameter).double() for name, parameter in model.named_parameters()}
+
+    def add_exact(step: int) -> None:
+        inputs, targets = batch(worker, step)
+        gradients = torch.autograd.grad(squared_error(model(inputs), targets), [*model.parameters()])
+        for gradient, given in zip(gradients, exact.values(), strict=True):
+            given += total(gradient) / world_size
+
+    low, full = (state_of(None, rank, start_powerSGD_iter=2) for rank in (1, 1000))
+    training(model, worker, low, range(2), hook=hook)
+    run = training(model, worker, low, range(2, 6), hook=hook, before_step=add_exact)
+    full.load_state_dict(low.state_dict())
+    run.gradients += training(model, worker, full, range(6, 10), hook=hook, before_step=add_exact).gradients
+    for name, expected in exact.items():
+        assert relative(torch.stack([gradients[name] for gradients in run.gradients]).sum(0), expected) < LIMIT
+    # The DDP model is taken as module= too.
+    by_function = PowerSGDState(None, lambda *_: 2, 2, module=DistributedDataParallel(model))
+    for state, parts in (
+        (state_of(None, 1), ("ValueError", "start_powerSGD_iter must be at least 2; got 0")),
+        (by_function, ("batched_powerSGD_hook has one matrix a bucket",)),
+        (low, ("RuntimeError", "the same model and bucket_cap_mb")),
     ):
-        said = complaint(training, model, worker, state, range(step, step + 1), hook=batched_powerSGD_hook)
+        said = complaint(training, model, worker, state, range(10, 14), cap=ONE, hook=hook)
         assert all(part in said for part in parts), said
 
 
