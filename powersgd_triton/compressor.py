@@ -175,7 +175,8 @@ class Compressor(Handle):
         """Write the averaged gradients Ĝ, and return ``out``, or the new tensors.
 
         If an average does not fit its dtype, it becomes infinite. If a loss scale is attached, ``compressed.verdict``
-        then becomes 0 and the error keeps the whole step; do not apply it. Only the first call sets the verdict.
+        then becomes 0 and the error keeps the whole step, or stays as it was with ``quantize``; do not apply it. Only
+        the first call sets the verdict.
 
         Args:
             compressed: Result of the last ``compress``.

@@ -46,8 +46,9 @@ class PowerSGDState(Handle):
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
         module: The model, whose parameter names key the state. Give the DistributedDataParallel model itself if it has
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
-            used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
-            fits only the same bucket boundaries.
+            used: that of the first wrapper, so make a new state for a new one. Without ``module=``, parameters are
+            numbered in the order of the first backward pass that the hook sees, and a checkpoint fits only the same
+            bucket boundaries.
         node_group: See ``Compressor``.
         options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 

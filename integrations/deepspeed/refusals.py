@@ -145,6 +145,8 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
         )
     if getattr(zero, "zenflow", None) is not None:
         yield '"zenflow" selects the gradients to send itself: take the section out of "zero_optimization"'
+    if getattr(engine, "use_node_local_storage", bool)():
+        yield '"use_node_local_storage" has a folder on each node, but one worker saves for all: set it to false'
     pairs = [name for name, parameter in engine.module.named_parameters() if parameter.is_complex()]
     if pairs:
         yield (

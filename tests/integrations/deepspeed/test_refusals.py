@@ -91,6 +91,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"workers": 1}, 'one worker.*"enabled": false'),
     *[({"version": version, "stage": 2}, f"{version}.*wrong gradients") for version in ("0.17.6", "0.18.2")],
     ({"version": "0.15.4"}, "0.15.4 is too old"),
+    ({"use_node_local_storage": lambda: True}, "use_node_local_storage.*false"),
 ]
 FINE: list[dict[str, Any]] = [{"version": version, "stage": 2} for version in ("0.16.0", "0.17.5", "0.18.3", "0.19.8")]
 # In that version the loss is scaled at stage 0.
