@@ -18,6 +18,7 @@ from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.product_device import multiply
+from powersgd_triton.kernels.rounding_device import both
 from powersgd_triton.kernels.table import BucketTable, Pointers
 
 Pending = tuple[Tensor, Tensor, Tensor]
@@ -30,7 +31,7 @@ def load_pending(factor, ok, pending):
 
     Zeroing the product would not do: factors of a step that overflowed may be infinite, and 0 · inf is NaN.
     """
-    return tl.load(factor, ok & (pending > 0), 0.0)
+    return tl.load(factor, both(ok, pending > 0), 0.0)
 
 
 @triton.jit

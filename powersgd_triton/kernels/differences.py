@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.rounding_device import finite_or_zero, noise_of, round_to, rounded_code, value_of
+from powersgd_triton.kernels.rounding_device import both, finite_or_zero, noise_of, round_to, rounded_code, value_of
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.codec import Decoding, Encoding
@@ -174,7 +174,7 @@ def _apply_difference_kernel(
         block = group * BLOCKS + k
         place, ok, _ = _places(block, numel, PARTS)
         # Loaded in any case, so that what is added has the layout of base. −0 changes no number that is added.
-        x = finite_or_zero(tl.load(base + place, ok & (fresh == 0), -0.0))
+        x = finite_or_zero(tl.load(base + place, both(ok, fresh == 0), -0.0))
         message_scales, message_codes = scales, codes
         for _ in range(messages):
             scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)

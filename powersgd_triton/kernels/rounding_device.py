@@ -17,6 +17,12 @@ MULTIPLES = tl.constexpr(constants.E4M3_MULTIPLES)
 
 
 @triton.jit
+def both(block, scalar):
+    """block & scalar, as a mask. Without the comparison, Triton 3.9's interpreter takes it for integers."""
+    return (block & scalar) != 0
+
+
+@triton.jit
 def finite_or_zero(x):
     """x in fp32, and 0 instead of what is not finite."""
     x = x.to(tl.float32)

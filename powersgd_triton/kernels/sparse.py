@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.rounding_device import finite_or_zero, round_to
+from powersgd_triton.kernels.rounding_device import both, finite_or_zero, round_to
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits
 from powersgd_triton.layout import sparse_format
 from powersgd_triton.layout.codec import Decoding, Encoding
@@ -55,7 +55,7 @@ def _encode_sparse_kernel(
             least = tl.where(tl.sum((magnitude >= larger).to(tl.int32), axis=0) >= most, larger, least)
         above, equal = magnitude > least, (magnitude == least) & (least > 0)
         room = most - tl.sum(above.to(tl.int32), axis=0)
-        sent = (above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))) & finite
+        sent = both(above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room)), finite)
         number = tl.cumsum(sent.to(tl.int32), axis=0)
         # Divided first, so that sums do not overflow, and added in the reference's order.
         total = tl.where(sent, tl.abs(x) * (1 / CHUNK), 0.0)
@@ -101,7 +101,7 @@ def _apply_sparse_kernel(
     dtype: tl.constexpr = base.dtype.element_ty
     place = tl.arange(0, CHUNK)
     ok = place < numel - chunk * CHUNK
-    before = tl.where(fresh == 0, finite_or_zero(tl.load(base + place, ok & (fresh == 0), 0.0)), 0.0)
+    before = tl.where(fresh == 0, finite_or_zero(tl.load(base + place, both(ok, fresh == 0), 0.0)), 0.0)
     tl.store(base + place, round_to(before, dtype), ok)
     unary = tl.arange(0, triton.next_power_of_2(UNARY))
     for message in range(messages):
