@@ -163,7 +163,8 @@ class ShardedHandle(Handle):
         saved, report = compared(self._engine, read)
         # Parameters that are frozen now may be trained later, from a first basis.
         saved = dataclasses.replace(saved, strict=False)
-        dropped = (*report.dropped, *(name for name in self._left if sums.get(name)))
+        unused = self._left if self._engine.given.error_feedback else sums
+        dropped = (*report.dropped, *(name for name in unused if sums.get(name)))
         return functools.partial(adopt, self._engine, saved, dataclasses.replace(report, dropped=dropped))
 
     def save(self, folder: Folder) -> None:

@@ -267,7 +267,8 @@ def milliseconds(seconds: float) -> str:
 def recommendation(rows: Rows, chosen: Prediction) -> str:
     """Return one or two sentences."""
     if chosen.config is None:
-        return f"Recommended: do not compress. Nothing is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
+        faster = f"is more than {TOLERANCE:.0%} faster than the all-reduce in bf16"
+        return f"Recommended: do not compress. Nothing that may be chosen {faster}."
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     exact, half = (row.seconds / chosen.seconds for _, row in rows[:2])
     return (

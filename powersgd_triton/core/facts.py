@@ -12,7 +12,7 @@ from powersgd_triton.layout.matrices import Tensors, sizes
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when other messages are sent, or computed otherwise, for the same configuration."""
 
 

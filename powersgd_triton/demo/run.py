@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import powersgd_triton
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo.arms import MODES, PARALLELISMS, ZERO_STAGES, Arm, distribute
 from powersgd_triton.demo.train import REPLICAS, Result, Settings, train
 from powersgd_triton.plan import positive
@@ -63,10 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         _check_requirements(parallelism)
         device = _device(arguments.device, arguments.workers)
         arms = _arms(arguments.arms, arguments.rank, parallelism, arguments.workers)
-    except (ValueError, RuntimeError) as error:
+        output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    output.mkdir(parents=True, exist_ok=True)
     settings = Settings(arguments.steps, arguments.workers, device, arguments.seed, parallelism)
     where = f"{settings.workers} workers on {device} ({'NCCL' if device == 'cuda' else 'gloo'})"
     print(f"{where}, {PARALLELISMS[parallelism]}, {settings.steps} steps", flush=True)
@@ -101,6 +102,8 @@ def _arms(given: Sequence[str] | None, rank: int, parallelism: str, workers: int
         raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
     everything = ["allreduce", "torch", "ours", BUDGETED] if parallelism == "ddp" else ["allreduce", "ours"]
     arms = [Arm.parse(text, rank) for text in dict.fromkeys(given or everything)]
+    for arm in (arm for arm in arms if arm.method == "ours"):
+        PowerSGDConfig(**(arm.options or {}))
     if parallelism != "ddp" and any(arm.method == "torch" or (arm.method == "allreduce" and arm.modes) for arm in arms):
         raise ValueError(f"torch's hooks work with DistributedDataParallel only, not with {parallelism}")
     return arms
@@ -123,6 +126,8 @@ def _in_words(results: Mapping[Arm, Result]) -> str:
     arm, result = [*results.items()][-1]
     if exact is None or result is exact:
         return ""
+    if not exact.bytes_per_step:
+        return "One worker sends nothing.\n\n"
     loss = 100 * (result.validation_loss / exact.validation_loss - 1)
     time = result.step_ms - exact.step_ms
     return (
@@ -137,7 +142,9 @@ def _write_json(path: Path, settings: Settings, results: Mapping[Arm, Result]) -
     versions = {"powersgd_triton": powersgd_triton.__version__, "torch": torch.__version__}
     arms = []
     for arm, result in results.items():
-        derived = {"bytes_per_step": result.bytes_per_step, "compression": result.compression}
+        # JSON has no infinity.
+        compression = result.compression if result.bytes_per_step else None
+        derived = {"bytes_per_step": result.bytes_per_step, "compression": compression}
         arms.append({**dataclasses.asdict(arm), **derived, **dataclasses.asdict(result)})
     record = {
         "versions": {**versions, "python": platform.python_version()},

@@ -19,6 +19,7 @@ from powersgd_triton.demo.measure import Traffic
 REFUSED = {
     "hsdp --workers 3": "hsdp arranges workers in 2 replicas; 3 is not a multiple of 2",
     "fsdp2 --arms torch": "torch's hook",
+    "ddp --arms allreduce ours:int8+bf16error": "error_dtype has no use beside it",
     "hsdp --arms allreduce+bf16": "with DistributedDataParallel only, not with hsdp",
 }
 

@@ -144,6 +144,9 @@ def torn_apart(worker: int, world_size: int) -> None:
             state.load_state_dict(good)
         assert same_bits(errors_of(state), before), kind
         assert state.iteration == 2
+        keeps_none = kind(Net(), dataclasses.replace(RANK_2, error_feedback=False)).state
+        dropped = keeps_none.load_state_dict(state.state_dict()).dropped
+        assert {*dropped} == {name for name, error in before.items() if error.any()}
     # All shards have the same shape, so that only the values tell whose they are.
     model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=full_mesh(world_size))
     state = attach(model, rank=2)
