@@ -144,6 +144,8 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
 
         def make() -> tuple[Handle, Facts, Facts]:
             state = ddp.PowerSGDState(config, process_group=workers.group, module=model, node_group=node_group)
+            # The user's functions may fail, which all must hear before anything is registered.
+            state._layout()
             return state, {}, {}
 
         def register() -> tuple[None, Facts, Facts]:

@@ -22,6 +22,7 @@ from powersgd_triton.core.passes import Passes
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import WholeHandle
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
 
@@ -124,6 +125,8 @@ class PowerSGDState(WholeHandle):
             engine = new_engine(config, communicator, shapes, device, buckets=len(units))
             if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
                 refuse_auto(config, "a sharded model")
+            # The user's functions may fail, which all must hear before anything is registered.
+            Layout.build(shapes(), config)
             return (units, engine), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.

@@ -76,6 +76,8 @@ def apply_powersgd(
                     f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
                     "elements, also of several tensors, share a scale: give rank or compression alone"
                 )
+            # The user's functions may fail, which all must hear before FSDP is made to call the state.
+            state._layout()
             # Named by its first parameter.
             states[division.names[0]] = state
         if len(states) > 1:

@@ -11,7 +11,6 @@ from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Average, Scheme, Task
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backends import select_backend
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.mixed import Mixed
@@ -61,8 +60,6 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    # The user's functions may fail, which must be heard before anything is registered.
-    Layout.build(tensors(), config)
     factors = Mixed(config) if config.bypass else LowRank()
     scheme = Configured(factors) if config.quantize or config.measures else factors
     engine = Engine(scheme, config, communicator, tensors, device, **options)
