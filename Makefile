@@ -17,7 +17,11 @@ PYTHON_OLDEST := .venv-oldest/bin/python
 INSTALLED_OLDEST := .venv-oldest/.installed
 OLDEST := torch==2.9.0 triton==3.5.0
 
-.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks ptx faults check docs bench bench-gpu versus clean
+# The newest torch that is published, with the triton that it asks for.
+PYTHON_NEWEST := .venv-newest/bin/python
+INSTALLED_NEWEST := .venv-newest/.installed
+
+.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-newest test-frameworks ptx faults check docs bench bench-gpu versus clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -50,6 +54,9 @@ test-cpus: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	$(PYTHON_OLDEST) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
+
+test-newest: $(INSTALLED_NEWEST)
+	$(PYTHON_NEWEST) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
 
 # Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints. Examples, also of Ray Train.
 test-frameworks: $(INSTALLED_FRAMEWORKS)
@@ -98,7 +105,7 @@ versus: $(INSTALLED)
 	$(PYTHON) benchmarks/versus.py report --write
 
 clean:
-	rm -rf .venv .venv-frameworks .venv-oldest build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-frameworks .venv-oldest .venv-newest build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken. Bytecode in the end, with all cores:
 # pip has one. Some packages have files that are no Python of this version.
@@ -126,4 +133,11 @@ $(INSTALLED_OLDEST): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[c
 	printf "%s\n" $(OLDEST) "numpy<2.4" >> .venv-oldest/constraints.txt
 	$(PYTHON_OLDEST) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) torch==2.9.0+cpu,torch==2.9.0)
 	$(PYTHON_OLDEST) -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
+	touch $@
+
+$(INSTALLED_NEWEST): pyproject.toml setup.py $(wildcard powersgd_triton/ops/*.[ch]) constraints.txt
+	$(PYTHON3) -m venv .venv-newest
+	grep --invert-match --extended-regexp "^(torch|triton|setuptools)==" constraints.txt > .venv-newest/constraints.txt
+	$(PYTHON_NEWEST) -m pip install --quiet --constraint .venv-newest/constraints.txt torch
+	$(PYTHON_NEWEST) -m pip install --quiet --constraint .venv-newest/constraints.txt --editable ".[dev]"
 	touch $@
