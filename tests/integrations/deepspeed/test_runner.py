@@ -153,6 +153,12 @@ def test_importing_torch_lets_a_section_work(imports: str, off: bool, tmp_path: 
     assert said == (known.replace("True", "False").replace("enabled ", "") if off else known).split()
 
 
+def test_finders_without_the_method_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python does."""
+    monkeypatch.setattr(sys, "meta_path", [object()])
+    assert autoload._Finder().find_spec("deepspeed", None) is None
+
+
 # DeepSpeed compiles its operation for CPUs, where that was not done on this machine before.
 @pytest.mark.slow
 @pytest.mark.timeout(2 * HUNG)
