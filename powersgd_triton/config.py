@@ -211,11 +211,11 @@ class PowerSGDConfig:
                 raise ValueError(f"codes is another name of quantize: give one; got {codes!r} and {self.quantize!r}")
             self._set("quantize", codes)
         for name, values in CHOICES.items():
-            if getattr(self, name) not in values:
+            value = getattr(self, name)
+            if value not in values:
                 kinds = f"{'None or ' * (None in values)}one of {', '.join(filter(None, values))}"
-                raise ValueError(f"{name} must be {kinds}; got {getattr(self, name)!r}")
-            if getattr(self, name) is not None:
-                self._set(name, str(getattr(self, name)))
+                raise ValueError(f"{name} must be {kinds}; got {value!r}")
+            self._set(name, value and str(value))
         if self.quantize == SPARSE:
             self._check_sparse()
         for name in NOT_WITH_QUANTIZE if self.quantize is not None else ():

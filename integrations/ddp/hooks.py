@@ -73,7 +73,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     if state.config.planned or callable(state.config.rank):
         raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
     index, numel, parameters = bucket.index(), _real(bucket.buffer()).numel(), bucket.parameters()
-    settled = same(parameters, state._whole.get(index))
+    settled = _same(parameters, state._whole.get(index))
     state._whole[index] = parameters
     columns = math.isqrt(max(0, numel - 1)) + 1
     rows = numel // columns
@@ -81,7 +81,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     if settled and state._engine.compressing:
         saved = state._residuals.loaded.tensors.get(SQUARE.format(index))
         other = saved is not None and (saved.n, saved.m) != (rows, columns)
-        if other or not same(parameters, state._compressed.setdefault(index, parameters)):
+        if other or not _same(parameters, state._compressed.setdefault(index, parameters)):
             raise RuntimeError(
                 f"bucket {index} has other parameters than those of its error, now {numel} elements: use "
                 "powerSGD_hook, or the same model and bucket_cap_mb"
@@ -89,7 +89,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return _average(state, bucket, (index, numel), lambda: shapes, whole=True, exact=not settled)
 
 
-def same(parameters: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+def _same(parameters: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
     """Return whether these are the same tensors in the same order."""
     return others is not None and len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 

@@ -116,9 +116,8 @@ class Buckets:
 
         def introduce() -> tuple[Layout, Facts, Facts]:
             layout = Layout.build(shapes(), self._plan.config, compress=compress)
-            order = {"tensors in order": [*layout.shapes]}
             if not first:
-                return layout, {}, {**replicated_facts(self._plan.config, layout.shapes, self._plan), **order}
+                return layout, {}, replicated_facts(self._plan.config, layout.shapes, self._plan)
             self._plan.connect(self.communicator.world_size)
             if self.communicator.world_size > 1:
                 check_groups(self.communicator.group, self.communicator.node_group)
@@ -126,7 +125,7 @@ class Buckets:
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
-            return layout, common, {**replicated, **order, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
+            return layout, common, {**replicated, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
 
         layout = self.together("a step", introduce)
         if first:

@@ -23,8 +23,9 @@ def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
 
 
 def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
-    """Return shapes and chosen ranks. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
+    """Return shapes, their order and chosen ranks, equal on replicas. Tensor-parallel workers may have other sizes."""
     facts: dict[str, Any] = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
+    facts["tensors in order"] = [*tensors]
     ranks, found = plan.ranks, sizes(tensors, config) if callable(config.rank) or config.matrices else {}
     if callable(config.rank):
         ranks = {name: size.rank for name, size in found.items()}
