@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import count_parameters
-from powersgd_triton import plan
-from powersgd_triton.shapes import Shapes
+from powersgd_triton.planning import bucket_caps
+from powersgd_triton.planning.models import Shapes
 
 
 class FilledBucket:
@@ -48,5 +48,5 @@ def ddp_buckets(shapes: Shapes) -> list[Shapes]:
     Args:
         shapes: Shapes in the order in which the backward pass computes the gradients.
     """
-    buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
+    buckets = bucket_caps.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
     return [list(bucket.values()) for bucket in buckets]

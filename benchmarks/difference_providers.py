@@ -11,7 +11,7 @@ from powersgd_triton.layout.codec import Decoding, Encoding
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import encode_reference
-from powersgd_triton.shapes import Shapes
+from powersgd_triton.planning.models import Shapes
 
 WORKERS = 4
 

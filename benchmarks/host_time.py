@@ -37,14 +37,14 @@ from benchmarks.markdown import markdown_table
 from benchmarks.network.stand_ins import CountedWorker
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.stub_driver import stub_driver
-from powersgd_triton import plan
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.kernels import launcher, table
 from powersgd_triton.ops import backends
 from powersgd_triton.ops.triton_backend import TritonBackend
+from powersgd_triton.planning import bucket_caps
+from powersgd_triton.planning.models import Shapes
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.shapes import Shapes
 
 WORKERS = 4
 STAGES = ("project", "backproject", "commit", "reconstruct")
@@ -55,7 +55,7 @@ class Training:
     """Steps of a model whose gradients come in flat buckets, each time at another place."""
 
     def __init__(self, shapes: Shapes, config: PowerSGDConfig) -> None:
-        buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
+        buckets = bucket_caps.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
         self._buckets, self.buckets = buckets, len(buckets)
         self._shapes = {name: shape for bucket in buckets for name, shape in bucket.items()}
         self.engine = new_engine(config, CountedWorker(0, WORKERS, []), lambda: self._shapes)

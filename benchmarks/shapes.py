@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from powersgd_triton import plan
-from powersgd_triton.shapes import Shapes, gpt2, llama, resnet, vision_transformer
+from powersgd_triton.planning import bucket_caps
+from powersgd_triton.planning.models import Shapes, gpt2, llama, resnet, vision_transformer
 
 CPU_GRADIENT_SETS: dict[str, Shapes] = {
     "gpt2-like-15M": gpt2(layers=4, width=512, vocabulary=4096, context=128),
@@ -20,7 +20,7 @@ GPU_GRADIENT_SETS: dict[str, Shapes] = {
 }
 
 _GPT2 = {str(number): shape for number, shape in enumerate(GPU_GRADIENT_SETS["gpt2-124M"])}
-ONE_BUCKET: dict[str, Shapes] = {"gpt2-124M, one bucket": list(plan.ddp_buckets(_GPT2)[1].values())}
+ONE_BUCKET: dict[str, Shapes] = {"gpt2-124M, one bucket": list(bucket_caps.ddp_buckets(_GPT2)[1].values())}
 """The second bucket that DDP makes. Most are like it. ``bucket_costs.py`` predicts what its kernels take."""
 
 SINGLE_MATRICES: dict[str, Shapes] = {"matrix-4096": [(4096, 4096)]}

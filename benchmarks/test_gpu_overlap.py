@@ -17,9 +17,9 @@ from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock, Sleep
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.planning.models import Shapes
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.shapes import Shapes
 
 pytestmark = pytest.mark.gpu
 

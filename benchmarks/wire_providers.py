@@ -13,7 +13,7 @@ from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.wire import TorchWire, Wire
-from powersgd_triton.shapes import Shapes
+from powersgd_triton.planning.models import Shapes
 
 WORKERS = 4
 ITEMSIZE = 4

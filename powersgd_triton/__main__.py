@@ -12,7 +12,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": ("powersgd_triton.doctor", "show versions, devices and the chosen backend, and test a step"),
     "demo": ("powersgd_triton.demo.run", "train a small GPT with all-reduce, torch's PowerSGD hook and ours"),
-    "plan": ("powersgd_triton.plan", "predict the time of a step with and without compression, and recommend one"),
+    "plan": (
+        "powersgd_triton.planning.command",
+        "predict the time of a step with and without compression, and recommend one",
+    ),
 }
 
 

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton import PowerSGDConfig, doctor, plan
+from powersgd_triton import PowerSGDConfig, doctor
 from powersgd_triton.__main__ import main
 from powersgd_triton.ops.torch_backend import TorchBackend
+from powersgd_triton.planning import bucket_caps, command
 from powersgd_triton.planning.cost import FORMATS, ComputeTime, Job, Network, predicted_compute
+from powersgd_triton.planning.models import MODELS
 from powersgd_triton.planning.trial import sample, time_compute
-from powersgd_triton.shapes import MODELS
 from tests.support.distributed import on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import slow
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compression that computes hardly anything."""
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 1e-3)))
+    monkeypatch.setattr(command, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 1e-3)))
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -42,11 +43,11 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize("name", [*MODELS, "of 1 MiB"])
 def test_buckets_are_those_of_ddp(name: str) -> None:
     """DDP's first bucket is smaller only by default."""
-    tensors = plan.load(name, 1.0, CPU)[0] if name in MODELS else {str(i): (256, 1024) for i in range(60)}
+    tensors = command.load(name, 1.0, CPU)[0] if name in MODELS else {str(i): (256, 1024) for i in range(60)}
     empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
     for caps, limits in (([], [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]), ([5], [5 << 20])):  # type: ignore[attr-defined]
         expected, _ = dist._compute_bucket_assignment_by_size(empty, limits)  # type: ignore[attr-defined]
-        names, buckets = list(tensors), plan.ddp_buckets(tensors, *caps)
+        names, buckets = list(tensors), bucket_caps.ddp_buckets(tensors, *caps)
         assert [list(bucket) for bucket in buckets] == [[names[i] for i in each] for each in expected]
 
 
@@ -77,10 +78,10 @@ def test_a_fast_network_or_costly_compression_is_recommended_an_all_reduce(
     assert "do not compress" in output(capsys, "gpt2", "--step-ms", "200", "--bandwidth", "400", "--write", str(file))
     assert file.read_text() == "{}"
     # Faster than an all-reduce in fp32, and slower than one in bf16.
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
+    monkeypatch.setattr(command, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
     assert "Recommended: do not compress" in output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "10")
     factors, whole = ComputeTime((0.02, 0.05, 0.2)), ComputeTime((1.0, 1.0, 1.0))
-    monkeypatch.setattr(plan, "time_compute", lambda kind, *_: whole if kind.quantize else factors)
+    monkeypatch.setattr(command, "time_compute", lambda kind, *_: whole if kind.quantize else factors)
     arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
     assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
     assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
@@ -92,7 +93,7 @@ def test_quantized_gradients_are_recommended_where_factors_cost_too_much(
 ) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"powersgd": {"rank": 1}}))
-    monkeypatch.setattr(plan, "time_compute", lambda kind, *_: ComputeTime((1e-4 if kind.quantize else 1.0,) * 3))
+    monkeypatch.setattr(command, "time_compute", lambda kind, *_: ComputeTime((1e-4 if kind.quantize else 1.0,) * 3))
     text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", bandwidth, "--write", str(file))
     assert f"Recommended: PowerSGDConfig(quantize='{name}'). A step" in text
     assert f"quantize={name} *" in text
@@ -106,7 +107,7 @@ def test_quantized_gradients_are_recommended_where_factors_cost_too_much(
 def test_documented_tables_of_bucket_caps(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with latency_decides():
         text = output(capsys, *arguments, "--bucket-caps")
-    assert text.count("workers |") == len(plan.WORKERS)
+    assert text.count("workers |") == len(bucket_caps.WORKERS)
     page = Path(__file__).parents[1] / "docs" / "planning.md"
     assert f"`python -m powersgd_triton plan {' '.join(arguments)} --bucket-caps`:\n\n{text}" in page.read_text()
 
@@ -115,12 +116,12 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     tensors = {str(number): (1024, 1024) for number in range(48)}
     config = PowerSGDConfig(rank=4)
     slow, far = Network(2, card=1.25e6), Network(2, latency=5e-3)
-    seconds = {network: plan.cap_seconds(Job([tensors], 0.1, network), config) for network in (slow, far)}
-    assert plan.best_cap(seconds[slow]) <= plan.DEFAULT_CAP < plan.best_cap(seconds[far])
+    seconds = {network: bucket_caps.cap_seconds(Job([tensors], 0.1, network), config) for network in (slow, far)}
+    assert bucket_caps.best_cap(seconds[slow]) <= bucket_caps.DEFAULT_CAP < bucket_caps.best_cap(seconds[far])
     # All sizes about as good: DDP's default, so that nothing has to be set.
-    assert plan.best_cap(dict.fromkeys(plan.CAPS, 1.0)) == plan.DEFAULT_CAP
+    assert bucket_caps.best_cap(dict.fromkeys(bucket_caps.CAPS, 1.0)) == bucket_caps.DEFAULT_CAP
     # A late message is counted on the CPU.
-    job, free = Job(plan.ddp_buckets(tensors), 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
+    job, free = Job(bucket_caps.ddp_buckets(tensors), 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
     late, early = (dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False))
     (*_, before, _) = dataclasses.replace(job, late=False).messages(job.layouts(config), config)
     assert late - early == pytest.approx(before / 2)
@@ -157,11 +158,11 @@ def test_a_model_is_made_by_a_function(
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    tensors, seconds = plan.load("planned_here:with_step", None, CPU)
+    tensors, seconds = command.load("planned_here:with_step", None, CPU)
     assert tensors == {"1.bias": (4,), "1.weight": (4, 16), "0.bias": (16,), "0.weight": (16, 8)}
     assert next(iter(tensors)) == "1.bias"
     assert seconds >= 0.01
-    assert plan.load("planned_here:model", 5.0, CPU) == (tensors, 0.005)
+    assert command.load("planned_here:model", 5.0, CPU) == (tensors, 0.005)
     for arguments, complaint in (
         (["planned_here:model"], "returns no function that takes a step"),
         (["planned_here:wrong", "--step-ms", "1"], "must return a torch.nn.Module or (module, step); got int"),
@@ -185,7 +186,7 @@ def test_a_model_is_made_by_a_function(
 @on_workers(2)
 def test_the_network_of_a_job_is_measured(worker: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 3e-4)))
+        patch.setattr(command, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 3e-4)))
         patch.setattr(dist, "is_torchelastic_launched", lambda: True)
         assert main(["plan", "resnet-50", "--step-ms", "10", "--measure", "--device", "cpu"]) == 0
 
@@ -195,7 +196,7 @@ def test_without_a_gpu_the_times_of_one_are_predicted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of 180 ms is not one of this CPU."""
-    monkeypatch.setattr(plan, "time_compute", None)
+    monkeypatch.setattr(command, "time_compute", None)
     assert main(["plan", "gpt2", "--bandwidth", "1", "--step-ms", "180"]) == 0
     text = capsys.readouterr().out
     assert "compression: estimated for h100" in text
@@ -210,7 +211,7 @@ def test_without_a_gpu_the_times_of_one_are_predicted(
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_of_every_model_is_timed(name: str) -> None:
     largest = 1 << 23
-    tensors, _ = plan.load(name, 1.0, CPU)
+    tensors, _ = command.load(name, 1.0, CPU)
     matrices = {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1}
     part = sample(matrices, largest)
     whole = sum(map(math.prod, matrices.values()))

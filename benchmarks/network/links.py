@@ -44,7 +44,7 @@ from powersgd_triton.demo.arms import ONE_BUCKET_MB, Arm, distribute
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
 from powersgd_triton.demo.train import BATCH_PER_WORKER, Settings
-from powersgd_triton.plan import ddp_buckets
+from powersgd_triton.planning.bucket_caps import ddp_buckets
 from powersgd_triton.planning.cost import ComputeTime, Job
 from powersgd_triton.planning.trial import measure_network, time_compute
 from powersgd_triton.planning.tuning import MEASURED, WARM_UP

@@ -33,8 +33,8 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.demo.measure import Call
 from powersgd_triton.planning.cost import Network
-from powersgd_triton.shapes import MODELS as KNOWN_MODELS
-from powersgd_triton.shapes import Shapes
+from powersgd_triton.planning.models import MODELS as KNOWN_MODELS
+from powersgd_triton.planning.models import Shapes
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -20,7 +20,7 @@ import powersgd_triton
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo.arms import MODES, PARALLELISMS, ZERO_STAGES, Arm, distribute
 from powersgd_triton.demo.train import REPLICAS, Result, Settings, train
-from powersgd_triton.plan import positive
+from powersgd_triton.planning.command import positive
 from powersgd_triton.ranks.report import aligned
 
 BUDGETED = "ours:20x"

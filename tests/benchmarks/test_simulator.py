@@ -22,8 +22,8 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
+from powersgd_triton.planning.models import Shapes
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.shapes import Shapes
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import slow, thinned

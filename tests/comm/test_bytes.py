@@ -12,8 +12,8 @@ from benchmarks.buckets import ddp_buckets
 from benchmarks.network.simulator import simulate
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.demo.model import GPT
+from powersgd_triton.planning.models import MODELS, Shapes
 from powersgd_triton.ranks.planner import Planner, budget
-from powersgd_triton.shapes import MODELS, Shapes
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
 

@@ -21,8 +21,8 @@ from powersgd_triton.core import whole
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.ops import blocks
 from powersgd_triton.ops.step import LossScale
+from powersgd_triton.planning.models import Shapes, gpt2
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.shapes import Shapes, gpt2
 from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads
 from tests.support.distributed import on_workers
 

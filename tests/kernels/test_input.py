@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from powersgd_triton import plan
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import MAX_RANK
 from powersgd_triton.kernels.backproject import backproject_triton
@@ -22,7 +21,8 @@ from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.splits import busy_share, part_lengths, parts
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, POINTERS, BucketTable, Matrix, Pointers
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.shapes import MODELS, llama
+from powersgd_triton.planning import bucket_caps
+from powersgd_triton.planning.models import MODELS, llama
 from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, assert_within, mixed, rounding, stored
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ MOST_TRAFFIC = 1 / 8
 def matrices(name: str, rank: int) -> list[list[tuple[int, int, int]]]:
     """(n, m, r) of what is compressed in each bucket that DDP makes of a model; only different buckets."""
     shapes = llama(layers=2, width=4096, hidden=11008) if name == "llama" else MODELS[name]
-    buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
+    buckets = bucket_caps.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
     layouts = [Layout.build(bucket, PowerSGDConfig(rank=rank)) for bucket in buckets]
     found = [[(g.n, g.m, g.rank) for g in layout.groups for _ in g.segments] for layout in layouts]
     return [list(bucket) for bucket in dict.fromkeys(map(tuple, found)) if bucket]
