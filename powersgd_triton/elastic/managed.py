@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,14 @@ REMEMBERED = 1000
 T = TypeVar("T")
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of engines of each manager."""
+
+
+def _voted(vote: Callable[..., bool], reference: weakref.ref[Managed], *args: Any, **options: Any) -> bool:
+    """Vote whether a step is applied, and note the outcome of the open attempt."""
+    applied, managed = vote(*args, **options), reference()
+    if managed is not None and managed._applied is None:
+        managed._applied = applied
+    return applied
 
 
 class Managed:
@@ -49,14 +58,17 @@ class Managed:
             if refused:
                 raise ValueError(f"manager= needs {why}")
         self._manager, self._engine, self.sent = manager, engine, Unsettled(engine)
-        # The quorum to which the engine is connected; (quorum, step) of the last attempt until it is settled.
+        # The quorum to which the engine is connected; (quorum, step) of the last attempt until it is settled, and how
+        # the vote about it has ended. The vote after that may be about a step of another model.
         self._quorum: int | None = None
         self._attempt: tuple[int, int] | None = None
+        self._applied: bool | None = None
         # {step: quorum in which it was applied}.
         self._history: dict[int, int] = {}
         engine.residuals.decide = self._look
         engine.connect(ManagedCommunicator())
         number = _numbers[manager] = _numbers.get(manager, 0) + 1
+        manager.should_commit = functools.partial(_voted, manager.should_commit, weakref.ref(self))
         manager.register_state_dict_fn("powersgd" if number == 1 else f"powersgd {number}", self.load, self.save)
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -84,7 +96,7 @@ class Managed:
             manager._pg.abort()
             return False
         self._engine.step.iteration = manager.current_step()
-        self._attempt = manager._quorum_id, manager.current_step()
+        self._attempt, self._applied = (manager._quorum_id, manager.current_step()), None
         return True
 
     def guarded(self, act: Callable[[], T]) -> T | None:
@@ -105,7 +117,7 @@ class Managed:
 
     def _look(self) -> None:
         """Settle the last step if this worker has voted to apply it."""
-        if self._attempt is not None and self._manager.current_step() == self._attempt[1] + 1:
+        if self._applied:
             self._settle()
 
     @property
@@ -117,7 +129,7 @@ class Managed:
         if self._attempt is None:
             return
         (quorum, step), self._attempt = self._attempt, None
-        if history is None and self._manager.current_step() == step + 1:
+        if history is None and self._applied:
             self._history[step] = quorum
             self._history.pop(step - REMEMBERED, None)
         self.sent.settle(applied=(self._history if history is None else history).get(step) == quorum)

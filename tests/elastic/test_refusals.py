@@ -39,6 +39,10 @@ class Manager:
     def errored(self) -> None:
         return None
 
+    def should_commit(self, *, applied: bool = True) -> bool:
+        self._step += applied
+        return applied
+
 
 def refused(said: str, config: PowerSGDConfig = CONFIG, group: Any = None, node_group: Any = None, **options: Any):
     with pytest.raises(ValueError, match=said):
@@ -76,7 +80,8 @@ def test_a_worker_that_applied_a_step_alone_is_told(monkeypatch: pytest.MonkeyPa
     compressor = Compressor(CONFIG, SHAPES, manager=manager)
     gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     compressor.compress(gradients)
-    manager._step, manager._quorum_id = 1, 3
+    manager.should_commit()
+    manager._quorum_id = 3
     # The other worker has applied the same step in quorum 2.
     other = torch.tensor([0, 1, 0, 0])
     monkeypatch.setattr(ManagedCommunicator, "gather", lambda _, mine: torch.stack([mine, mine + other]))
@@ -102,7 +107,7 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
         compressor = Compressor(PowerSGDConfig(min_compression_rate=1, **config), SHAPES, manager=manager)
         for _ in range(2):
             compressor.compress(gradients)
-            manager._step += 1
+            manager.should_commit()
         compressor.compress(gradients)
         load, save = manager.states["powersgd"]
         if heals:
@@ -110,7 +115,7 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
             manager._step += 1
             load(state)
         else:
-            manager._step += applied
+            manager.should_commit(applied=applied)
         manager._quorum_id = 2
         assert compressor._managed.begin()
         return compressor.error()
@@ -128,3 +133,21 @@ def save_of_another(save: Any, manager: Manager, applied: bool) -> dict[str, Any
     state["history"] = [[manager._step, 1 if applied else 7]]
     assert attempt == (1, manager._step)
     return state
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_models_may_be_trained_by_turns(applied: bool):
+    """A vote about a step of another model does not decide about the last step of this one."""
+    manager = Manager(_quorum_id=1)
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    sent, owed = torch.zeros(48, 32), torch.zeros(48, 32)
+    for _ in range(4):
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        averages = {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
+        compressor.decompress(compressor.compress(gradients), out=averages)
+        owed += gradients["weight"]
+        sent += averages["weight"] * applied
+        manager.should_commit(applied=applied)
+        manager.should_commit()
+    assert compressor._managed.begin()
+    torch.testing.assert_close(compressor.error()["weight"], owed - sent, rtol=1e-5, atol=1e-5)
