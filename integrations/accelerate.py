@@ -45,7 +45,8 @@ def compress(
     """
     if accelerator.num_processes == 1:
         announce("powersgd: off, since there is only one process and nothing to send")
-        return Compressor(chosen(config, options) or UNSAID, dict(model.named_parameters()))
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return Compressor(chosen(config, options) or UNSAID, trained)
     try:
         state = attach(model, config, loss_scale=accelerator.scaler, **options)
     except TypeError as error:

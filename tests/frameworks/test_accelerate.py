@@ -71,3 +71,14 @@ def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path)
     compress(accelerator, third, **RANK_4)
     backward(third)
     assert saved("freed") == ["powersgd.pt"]
+
+
+@on_workers(1)
+def test_one_process_takes_what_several_take(worker: int, workers: int, tmp_path: Path):
+    be_launched(worker, workers)
+    job = Job(DDP, tmp_path)
+    accelerator, net = accelerator_for(job), job.net()
+    trained = len([*net.parameters()])
+    # As of a quantized model that is fine-tuned.
+    net.register_parameter("frozen", torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False))
+    assert len(compress(accelerator, accelerator.prepare(net), rank=4).report().tensors) == trained
