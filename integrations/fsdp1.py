@@ -140,7 +140,7 @@ class PowerSGDState(WholeHandle):
         super().__init__(engine, mesh, part_of)
         self.use_own_group(node_group)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
-        self._passes = Passes(fsdp_model, [engine])
+        self._passes = Passes([fsdp_model], [engine])
         self._current: Unit | None = None
         for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This one fires just before it, and marks the unit.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, found, together
@@ -90,7 +91,12 @@ def apply_powersgd(
 
     # Collectives follow, so that no worker may raise an error alone.
     states = together("apply_powersgd", prepare, divisions[0].communicator)
-    passes = Passes(model, [state._engine for state in states.values()])
+    # A program may call the parts of a container by themselves, such as the two models of a GAN.
+    outermost = {module: None for module in model.modules() if isinstance(module, FSDPModule)}
+    for module in [*outermost]:
+        for inner in [*module.modules()][1:]:
+            outermost.pop(inner, None)
+    passes = Passes(outermost, [state._engine for state in states.values()])
     for state in states.values():
         state._take_over(passes)
     first = next(iter(states.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,17 +17,19 @@ class Passes:
     belong to the step before.
 
     Args:
-        model: The module whose forward pass comes before each backward pass.
+        modules: Modules of which one's forward pass comes before each backward pass.
         engines: What averages its parameters, each some of them.
     """
 
-    def __init__(self, model: nn.Module, engines: Sequence[Engine]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], engines: Sequence[Engine]) -> None:
         self._engines, self._forward = engines, False
-        model.register_forward_pre_hook(torch.compiler.disable(self._note))
+        for module in modules:
+            module.register_forward_pre_hook(torch.compiler.disable(self._note))
 
     def _note(self, *_: object) -> None:
-        # Without gradients no backward pass follows, and a worker may evaluate alone.
-        self._forward |= torch.is_grad_enabled()
+        # Without gradients no backward pass follows, and a worker may evaluate alone. With activation checkpointing, a
+        # backward pass runs forward passes.
+        self._forward |= torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
     def begin(self) -> None:
         """End the steps of the last pass if a new one has begun. Call it before each bucket. Collective."""

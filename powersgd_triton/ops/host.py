@@ -62,11 +62,23 @@ def library() -> ctypes.CDLL | None:
     that torch has loaded, so that there is one pool.
     """
     for path in Path(__file__).parent.glob("_host*.so"):
-        with contextlib.suppress(OSError):
-            code = ctypes.CDLL(str(path))
-            if hasattr(code, INTERFACE):
-                return code
+        # On some processors, nothing else finds torch's OpenMP before it is loaded for all.
+        for openmp in (None, *_openmp()):
+            with contextlib.suppress(OSError):
+                if openmp is not None:
+                    ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+                code = ctypes.CDLL(str(path))
+                if hasattr(code, INTERFACE):
+                    return code
     return None
+
+
+def _openmp() -> list[str]:
+    """Return the files of OpenMP that this process has loaded: torch's first, then those of other packages."""
+    with contextlib.suppress(OSError):
+        loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        return sorted((file for file in loaded if "gomp" in Path(file).name), key=lambda file: "/torch" not in file)
+    return []
 
 
 def encode_host(task: Encoding) -> None:

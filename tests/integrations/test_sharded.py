@@ -21,6 +21,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
@@ -29,6 +30,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import tensor_parallel
 from tests.support.balance import Ledger, check_close
+from tests.support.checks import same_bits
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
@@ -141,6 +143,30 @@ def by_turns(worker: int, world_size: int) -> None:
         averages = {key: (value - made.parameters()[key]) / RATE / 4 for key, value in before.items()}
         assert made.mean_error()[name].any()
         assert relative(averages[name] + made.mean_error()[name], expected) < 1e-5, wrapper
+
+
+def by_themselves(worker: int, world_size: int) -> None:
+    """A step of one part of a container does not undo one of both, in which activation checkpointing runs forward."""
+
+    def errors(*scales: float) -> dict[str, Tensor]:
+        parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2))
+        for part in parts:
+            for layer in (*part, part):
+                fully_shard(layer, mesh=full_mesh(world_size))
+        state = apply_powersgd(parts, RANK_2)
+        for step, scale in enumerate(scales):
+            values = torch.ones(8, 24, requires_grad=True) * torch.arange(worker, worker + 24)
+            for part in parts[step:]:
+                values = checkpoint(part, values, use_reentrant=False)
+            (scale * values.square().sum()).backward()
+            assert state.iteration == step + 1
+        return {name: error for name, error in means(state.error()).items() if name.startswith("0.")}
+
+    torch.manual_seed(0)
+    before = errors(1)
+    torch.manual_seed(0)
+    assert same_bits(errors(1, math.nan), before)
+    assert any(error.any() for error in before.values())
 
 
 def with_unused(worker: int, world_size: int) -> None:
@@ -279,7 +305,8 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, by_turns, unfrozen, with_unused, wrong_use)}
+CASES = (unequal_replicas, made_equal, by_turns, by_themselves, unfrozen, with_unused, wrong_use)
+OTHERS = {case.__name__: case for case in CASES}
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 
