@@ -215,13 +215,16 @@ class Compressor(Handle):
         Raises:
             RuntimeError: ``compressed`` belongs to an earlier step.
             TypeError, ValueError: The gradients do not match the compressor's tensors, sums take two levels, so that
-                no worker has errors of its own, or gradients are quantized. Nothing was changed.
+                no worker has errors of its own, gradients are quantized, or the compressor keeps errors itself. Nothing
+                was changed.
         """
         self._check_valid(compressed)
         if self._managed is not None:
             raise ValueError("leave_error needs steps that are known to be applied, and with manager= they are not yet")
         if self.config.quantize is not None:
             raise ValueError("leave_error needs factors, and quantized gradients have none: set error_feedback=True")
+        if self.config.error_feedback:
+            raise ValueError("leave_error is for errors that you keep yourself: set error_feedback=False")
         bucket, verdict = compressed.backend.bucket, compressed.verdict
         if bucket.shared:
             raise ValueError("leave_error needs errors of each worker, and with node_group a node has them together")

@@ -201,8 +201,15 @@ def test_bad_outputs_are_refused_without_a_trace():
     compressor.decompress(new, out=given)
 
 
-def test_expanded_tensors_are_compressed_but_not_written():
+def test_an_error_is_left_to_one_place():
     compressor = Compressor(everything(), gradients(0))
+    compressed = compressor.compress(given := gradients(0))
+    with pytest.raises(ValueError, match="error_feedback=False"):
+        compressor.leave_error(compressed, given)
+
+
+def test_expanded_tensors_are_compressed_but_not_written():
+    compressor = Compressor(everything(error_feedback=False), gradients(0))
     expanded = torch.ones(1, 18).expand(24, 18)
     compressed = compressor.compress({**gradients(0), "linear": expanded})
     for write in (compressor.decompress, compressor.leave_error):

@@ -92,11 +92,10 @@ def apply_powersgd(
     # Collectives follow, so that no worker may raise an error alone.
     states = together("apply_powersgd", prepare, divisions[0].communicator)
     # A program may call the parts of a container by themselves, such as the two models of a GAN.
-    outermost = {module: None for module in model.modules() if isinstance(module, FSDPModule)}
-    for module in [*outermost]:
-        for inner in [*module.modules()][1:]:
-            outermost.pop(inner, None)
-    passes = Passes(outermost, [state._engine for state in states.values()])
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    engines = [state._engine for state in states.values()]
+    passes = Passes([module for module in modules if module not in inner], engines)
     for state in states.values():
         state._take_over(passes)
     first = next(iter(states.values()))

@@ -192,8 +192,9 @@ class LocalSteps(Handle):
         """
         self._rounds.advance(finish=True)
         self._rounds.meet("state_dict")
+        engine = save(self._engine)
         settle(self._engine)
-        errors, engine = super().error(), save(self._engine)
+        errors = super().error()
         parts = self._outer.parts(begun=self._rounds.most(self.since + self._outer.has_begun()) > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error

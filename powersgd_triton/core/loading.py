@@ -25,6 +25,7 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
     engine.buckets.together("state_dict", lambda: (None, {}, {}))
     engine.finish()
+    engine.residuals.agree()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 
 

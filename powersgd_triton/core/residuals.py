@@ -48,6 +48,7 @@ class Residuals:
         streams: Streams on which all of this memory is allocated and used.
         whole: Errors of tensors without a matrix.
         decide: Called before errors are read or replaced: it may settle ``whole``, if that is done late.
+        agree: Called before they are saved by all workers, who may have to agree on the outcome of the last step.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: size} of all tensors that have been in a bucket.
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
@@ -60,6 +61,7 @@ class Residuals:
         self.streams = Streams()
         self.whole = WholeErrors(plan)
         self.decide: Callable[[], None] = lambda: None
+        self.agree: Callable[[], None] = lambda: None
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()

@@ -65,7 +65,7 @@ class Managed:
         self._applied: bool | None = None
         # {step: quorum in which it was applied}.
         self._history: dict[int, int] = {}
-        engine.residuals.decide = self._look
+        engine.residuals.decide, engine.residuals.agree = self._look, self._agree
         engine.connect(ManagedCommunicator())
         number = _numbers[manager] = _numbers.get(manager, 0) + 1
         manager.should_commit = functools.partial(_voted, manager.should_commit, weakref.ref(self))
@@ -118,6 +118,13 @@ class Managed:
     def _look(self) -> None:
         """Settle the last step if this worker has voted to apply it."""
         if self._applied:
+            self._settle()
+
+    def _agree(self) -> None:
+        """Settle the last step if its outcome is known: it counts if a worker of the quorum applies it. Collective."""
+        vote = -1 if self._applied is None else int(self._applied)
+        if (most := int(self._communicator.gather(torch.tensor([vote])).max())) >= 0:
+            self._applied = most > 0
             self._settle()
 
     @property

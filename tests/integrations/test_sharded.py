@@ -151,7 +151,7 @@ def by_themselves(worker: int, world_size: int) -> None:
     def errors(*scales: float) -> dict[str, Tensor]:
         parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2))
         for part in parts:
-            for layer in (*part, part):
+            for layer in (*part.children(), part):
                 fully_shard(layer, mesh=full_mesh(world_size))
         state = apply_powersgd(parts, RANK_2)
         for step, scale in enumerate(scales):
