@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from powersgd_triton.comm.communicator import Communicator, travel_device
-from powersgd_triton.config import PowerSGDConfig, logger
+from powersgd_triton.config import AUTO, PowerSGDConfig, logger
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.gradients import as_real, write_back
 from powersgd_triton.ranks.report import fewer
@@ -90,6 +90,8 @@ def describe_bytes(count: float) -> str:
 
 def describe(state: Handle) -> str:
     """Return the line for a wrapper that sends gradients only."""
+    if state.config.compression == AUTO:
+        return "powersgd: on; the first steps are exact and measured, and what follows from them is in the log"
     report, workers = state.report(), state._communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"

@@ -67,14 +67,17 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             announce("powersgd: off, since there is only one process and nothing to send")
             return
         trainer = self._trainer
+        before = self.powersgd
         self.powersgd = attach(trainer.model_wrapped, self._config, loss_scale=trainer.accelerator.scaler)
-        if self._checkpoint is None:
-            if state.global_step:
-                # The train() of a subclass may choose the checkpoint by itself.
-                logger.warning("powersgd: train() resumes, but was not given a checkpoint: errors are not those in it")
-            return
-        # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
-        load_from(self.powersgd, self._checkpoint)
+        if self._checkpoint is not None:
+            # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
+            load_from(self.powersgd, self._checkpoint)
+        elif state.global_step:
+            # The train() of a subclass may choose the checkpoint by itself.
+            logger.warning("powersgd: train() resumes, but was not given a checkpoint: errors are not those in it")
+        elif before is not None and before is not self.powersgd:
+            # With auto_find_batch_size, the Trainer wraps the model anew.
+            self.powersgd.load_state_dict(before.state_dict())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Save the state into the checkpoint that the Trainer has just written."""

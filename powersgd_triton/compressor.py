@@ -56,13 +56,13 @@ class Compressed:
 
         Those of a batch of matrices, such as experts, are [batch, n, r] and [batch, m, r].
 
-        ValueError: Gradients are quantized, so that there are none.
+        ValueError: Gradients are quantized, or a worker of a manager's quorum was lost, so that there are none.
 
         The factors are P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several
         iterations they are copies with iterations · r columns.
         """
         if not hasattr(self.backend, "bucket"):
-            raise ValueError("quantized gradients have no factors")
+            raise ValueError("quantized gradients have no factors, nor has a step that lost a worker")
         bucket = self.backend.bucket
         return {
             segment.name: (P, Q) if segment.batch > 1 else (P[0], Q[0])
@@ -189,7 +189,7 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         if out is None:
-            out = allocate({name: self._kinds[name] for name in self._exact.shapes})
+            out = allocate(self._known())
         named = self._writable(out, same_dtype=False)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
@@ -256,8 +256,13 @@ class Compressor(Handle):
 
         E is what this worker has not sent yet. The result is empty without error feedback.
         """
-        kinds = {n: self._kinds.get(n, (torch.Size(s), torch.float32))[:2] for n, s in self._exact.shapes.items()}
-        return {name: in_form(error, *kinds[name]) for name, error in super().error().items()}
+        kinds = self._known()
+        return {name: in_form(error, *kinds[name][:2]) for name, error in super().error().items()}
+
+    def _known(self) -> dict[str, Kind]:
+        """Return {name: kind}. Until gradients come, tensors given as shapes are fp32 on the CPU."""
+        new = torch.float32, torch.device("cpu")
+        return {n: self._kinds.get(n, (torch.Size(s), *new)) for n, s in self._exact.shapes.items()}
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None

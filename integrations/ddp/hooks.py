@@ -18,6 +18,8 @@ from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
+FIRST = "first"
+"""What the first bucket of each backward pass has, so that it ends an interrupted step."""
 
 
 def powerSGD_hook(
@@ -129,15 +131,20 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``. ``exact`` averages it exactly in this step."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
-    last, before = bucket.is_last(), state._step.keys
-    # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
-    again = bucket.index() == 0 and not last and before and before.isdisjoint(map(id, parameters))
+    last, keys = bucket.is_last(), set[Hashable](map(id, parameters))
+    again = False
+    if bucket.index() == 0:
+        # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
+        # Those of another backward pass follow one that was interrupted.
+        before, state._pass = state._pass, torch._C._current_graph_task_id()
+        again = not last and before == state._pass and bool(state._step.keys) and state._step.keys.isdisjoint(keys)
+        keys |= set() if again else {FIRST}
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
-    begun = engine.begin(key, shapes, buffer.device, keys=map(id, parameters), last=None if again else last)
+    begun = engine.begin(key, shapes, buffer.device, keys=keys, last=None if again else last)
     # DDP waits for the Future instead of the stream.
     with state._residuals.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.

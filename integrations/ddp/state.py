@@ -106,6 +106,8 @@ class PowerSGDState(Handle):
         super().__init__(new_engine(config, communicator, names.shapes, device))
         # What another process group can use: groups that a user gave were made for this one.
         self._automatic_nodes = AUTO if node_group == AUTO else None
+        # The backward pass of the newest step, by autograd's number.
+        self._pass = -1
         # How each gradient lies in its bucket.
         self._places: dict[Tensor, Place] = {}
         # {index: parameters} of the buckets of ``batched_powerSGD_hook``: of the newest ones, and of those with errors.

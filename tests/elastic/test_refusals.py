@@ -79,6 +79,16 @@ def test_a_step_needs_a_quorum_of_its_own():
         compressor.leave_error(compressed, gradients)
 
 
+def test_a_first_step_that_loses_a_worker_is_zero():
+    """Also of a compressor that knows shapes only."""
+    compressor = Compressor(CONFIG, SHAPES, manager=Manager(_quorum_id=1, errored=lambda: RuntimeError("lost")))
+    compressed = compressor.compress({name: torch.ones(shape) for name, shape in SHAPES.items()})
+    averages: Any = compressor.decompress(compressed)
+    assert not any(averages[name].any() for name in SHAPES)
+    with pytest.raises(ValueError, match="lost a worker"):
+        compressed.factors()
+
+
 def test_a_worker_that_applied_a_step_alone_is_told(monkeypatch: pytest.MonkeyPatch):
     manager = Manager(_quorum_id=1)
     compressor = Compressor(CONFIG, SHAPES, manager=manager)

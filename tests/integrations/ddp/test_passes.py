@@ -1,0 +1,88 @@
+"""Backward passes of DDP: one that is interrupted before another wrapper's, and parameters that DDP leaves out."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton import PowerSGDConfig, attach
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.distributed import on_workers
+from tests.support.training import relative
+from tests.support.wrappers import means
+
+WIDTH = 600
+"""Of layers with more than 1 MB each, which have a bucket of their own."""
+
+
+class HeadFirst(nn.Module):
+    """Registers the layer first that it uses last, so that buckets in the order of registration have another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.middle, self.first = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.first(x)))  # type: ignore[no-any-return]
+
+
+@on_workers(2)
+def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: int, workers: int) -> None:
+    model = HeadFirst()
+    state = PowerSGDState(PowerSGDConfig(rank=2), module=model)
+    torch.manual_seed(worker)
+    x = torch.randn(8, WIDTH)
+    applied = {name: torch.zeros(WIDTH, WIDTH) for name, _ in model.named_parameters()}
+
+    def wrapped(**options: Any) -> DistributedDataParallel:
+        replica = DistributedDataParallel(model, bucket_cap_mb=1, **options)
+        replica.register_comm_hook(state, powerSGD_hook)
+        return replica
+
+    def train(replica: DistributedDataParallel, steps: int) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            replica(x).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                applied[name] += parameter.grad
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("stopped")
+
+    twin = copy.deepcopy(model)
+    twin(x).square().mean().backward()
+    gradients = means({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
+    replica = wrapped()
+    train(replica, 2)
+    handle = model.middle.register_full_backward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(replica, 1)
+    handle.remove()
+    # It has hooks of its own.
+    del replica
+    gc.collect()
+    # Its first buckets do not have the head, which was sent before.
+    train(wrapped(find_unused_parameters=True), 2)
+    assert state.iteration == 4
+    for name, error in means(state.error()).items():
+        assert relative(applied[name] + error, (5 if "head" in name else 4) * gradients[name]) < 1e-5, name
+
+
+@on_workers(2)
+def test_what_ddp_leaves_out_is_not_planned_for(worker: int, workers: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    replica = DistributedDataParallel(model)
+    state = attach(replica, compression=4)
+    replica(torch.randn(8, 64)).square().mean().backward()
+    assert [tensor.name for tensor in state.report().tensors] == ["0.weight", "0.bias", "1.bias"]
+    assert "1.weight" not in state.error()
+    state.load_state_dict(state.state_dict())
