@@ -1,7 +1,5 @@
 """What must be chosen before torch and triton are imported: one thread, and Triton's interpreter without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

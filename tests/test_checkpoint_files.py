@@ -1,7 +1,5 @@
 """Files of saved states: whole or not at all, refused where they are damaged or claim too much; and what is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

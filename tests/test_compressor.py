@@ -1,7 +1,5 @@
 """A compressor's steps in one process: what is conserved, what each mode keeps, and what is refused without a trace."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved states: what goes on from them, at which rank and in which mode, and which are refused without a trace."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """PowerSGDConfig: what it accepts, refuses, and says when it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m powersgd_triton plan`` predicts steps and recommends one; ``doctor`` finds a broken step broken."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

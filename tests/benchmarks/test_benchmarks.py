@@ -1,7 +1,5 @@
 """The GPU benchmarks run in a dry run; methods that are trained beside ours follow their papers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What the compiler makes of the default configurations on every architecture, and what steps launch, without a GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

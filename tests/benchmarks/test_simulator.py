@@ -1,7 +1,5 @@
 """The simulator counts what process groups of up to 8 workers really send; bytes do not grow with the workers."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

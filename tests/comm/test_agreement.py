@@ -1,7 +1,5 @@
 """Workers that do not do the same, or of which one alone meets something or gives a wrong argument: all are told."""
 
-from __future__ import annotations
-
 import datetime
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Bytes of a step for any number of workers: they do not grow, and they stay within a budget. Nothing is allocated."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

@@ -1,10 +1,8 @@
 """Averages of quantized tensors: nothing is lost or they are unbiased, and all workers get the same bits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,16 +25,6 @@ CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))
 """Workers, and those of a node."""
 
 
-def in_lockstep(run: Callable[[int, Line], Iterator[Any]], workers: int, node_size: int = 1) -> None:
-    """Run what each worker does, one collective at a time."""
-    lines, levels = in_nodes(workers, node_size)
-    running = [run(worker, line) for worker, line in enumerate(lines)]
-    while running:
-        running = [schedule for schedule in running if next(schedule, "done") != "done"]
-        for group in levels or [lines]:
-            communicate(group)
-
-
 def average(
     given: Sequence[Tensor], codes: str, node_size: int = 1, shards: Shards | None = None, seed: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -52,7 +40,13 @@ def average(
         else:
             means[worker] = yield from scattered_mean(left[worker], shards, Exchange(config, line, own))
 
-    in_lockstep(run, workers, node_size)
+    lines, levels = in_nodes(workers, node_size)
+    running = [run(worker, line) for worker, line in enumerate(lines)]
+    while running:
+        # One collective at a time.
+        running = [schedule for schedule in running if next(schedule, "done") != "done"]
+        for group in levels or [lines]:
+            communicate(group)
     return means, left
 
 
@@ -95,11 +89,9 @@ def test_shards_lose_nothing(numel: int, workers: int, codes: str):
     for worker, parts in enumerate(shards):
         for part in parts:
             assert not sums[[other for other in range(workers) if other != worker], part].any()
-    check_sum(
-        [tensor[: numel - numel // 50] for tensor in given],
-        [t[: numel - numel // 50] for t in left],
-        sums.sum(0)[: numel - numel // 50],
-    )
+    # Behind all shards.
+    end = numel - numel // 50
+    check_sum([tensor[:end] for tensor in given], [tensor[:end] for tensor in left], sums.sum(0)[:end])
 
 
 STOCHASTIC = [name for name, width in wire_format.QUANTIZED.items() if width.stochastic]
@@ -154,18 +146,14 @@ def test_bytes_of_a_worker(codes: str, workers: int):
     However long the shards are: the first worker sends all of M where another one needs it.
     """
     numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
-    whole: list[tuple[bool, Call]] = []
-    halves: list[tuple[bool, Call]] = []
-    alone: list[tuple[bool, Call]] = []
-    for _ in summed(torch.randn(numel), Exchange(config, CountedWorker(0, workers, whole))):
-        pass
     each = numel // workers
     shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
-    for _ in scattered_mean(torch.randn(numel), shards, Exchange(config, CountedWorker(0, workers, halves))):
-        pass
     last = [*([] for _ in range(workers - 1)), [slice(0, numel)]]
-    for _ in scattered_mean(torch.randn(numel), last, Exchange(config, CountedWorker(0, workers, alone))):
-        pass
+    whole, halves, alone = (list[tuple[bool, Call]]() for _ in range(3))
+    for calls, parts in ((whole, None), (halves, shards), (alone, last)):
+        M, exchange = torch.randn(numel), Exchange(config, CountedWorker(0, workers, calls))
+        for _ in summed(M, exchange) if parts is None else scattered_mean(M, parts, exchange):
+            pass
     sent, scattered, to_one = (sum(call.sent for _, call in calls) for calls in (whole, halves, alone))
     exact = 2 * (workers - 1) / workers * 4 * numel
     # Parts end with whole blocks.

@@ -1,7 +1,5 @@
 """Tensors of several matrices, such as the experts of a layer, are compressed like these matrices one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

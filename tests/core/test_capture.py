@@ -1,7 +1,5 @@
 """Steps in CUDA graphs: replays do what further steps do."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -73,25 +71,17 @@ class FakeGraph(TorchDispatchMode):
             self.work.append(work)
         return result
 
-    def note_kernel(self, launch: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
-        def run() -> None:
-            launch(executor, *args, **kwargs)
-
-        self.work.append(run)
-        self._in_kernel = True
-        try:
-            self._save(args)
-            run()
-        finally:
-            self._in_kernel = False
-
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
         """Capture the block. Then all memory has the values of before."""
         launch = interpreter.GridExecutor.__call__
 
-        def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
-            self.note_kernel(launch, executor, *args, **kwargs)
+        def noted(*args: Any, **kwargs: Any) -> None:
+            run = functools.partial(launch, *args, **kwargs)
+            self.work.append(run)
+            with mock.patch.object(self, "_in_kernel", True):
+                self._save(args[1:])
+                run()
 
         with (
             mock.patch.object(captures, "is_captured", return_value=True),

@@ -1,7 +1,5 @@
 """When a step begins, ends, is void and waits for further buckets, whatever adapter drives the engine."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The error follows a loss scale: whatever it does, results are those without one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finite factors whose product does not fit the gradients' dtype: the step does not count, and nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -31,12 +29,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def fixed(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+def fixed() -> dict[str, Tensor]:
     """Gradients of which the average of a few steps does not fit into fp16."""
     generator = torch.Generator().manual_seed(0)
     largest = {"large": 20000.0, "twin": 10.0, "other": 1.0, "bias": 1.0}
     given = {name: torch.randn(shape, generator=generator) * largest[name] for name, shape in SHAPES.items()}
-    return {name: tensor.clamp(-60000, 60000).to(dtype) for name, tensor in given.items()}
+    return {name: tensor.clamp(-60000, 60000).half() for name, tensor in given.items()}
 
 
 def compressor_for(mode: str) -> Compressor:

@@ -1,7 +1,5 @@
 """Messages travel while later buckets are computed: what runs at the same time, on which stream and memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

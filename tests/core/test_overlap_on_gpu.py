@@ -1,7 +1,5 @@
 """Messages travel while kernels run on a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``compression="auto"`` and ``max_overhead``: steps are measured, times predicted, and all workers settle the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -207,10 +205,7 @@ def test_errors_of_a_saved_state_are_sent_whatever_is_chosen(name: str | None, m
 BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (256,)}]
 CHEAP = ComputeTime((1e-4, 2e-4, 6e-4))
 CONFIG = PowerSGDConfig(compression=20)
-
-
-def job_at(megabits: float) -> Job:
-    return Job(BUCKETS, 0.05, Network(2, card=megabits * 1e6 / 8))
+JOB = Job(BUCKETS, 0.05, Network(2, card=12.5e6))
 
 
 def test_a_time_between_measured_ranks_is_on_a_line():
@@ -231,9 +226,8 @@ def test_messages_before_the_last_one_travel_during_the_backward_pass():
 
 
 def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
-    slow = job_at(100.0)
-    elements = sum(math.prod(shape) for shape in slow.tensors.values())
-    exact, half, compressed = slow.exact(), slow.exact(2), slow.compressed(CONFIG, CHEAP)
+    elements = sum(math.prod(shape) for shape in JOB.tensors.values())
+    exact, half, compressed = JOB.exact(), JOB.exact(2), JOB.compressed(CONFIG, CHEAP)
     assert [exact.bytes_per_step, half.bytes_per_step] == [4 * elements, 2 * elements]
     assert exact.seconds - 0.05 > 1.5 * (half.seconds - 0.05) > 0
     assert compressed.ranks.keys() == {"head", "body"}
@@ -241,7 +235,7 @@ def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
     assert 0 < compressed.overhead < 0.02
     assert compressed.seconds < exact.seconds
     with pytest.raises(ValueError, match="the budget is"):
-        slow.compressed(PowerSGDConfig(compression=1e6), CHEAP)
+        JOB.compressed(PowerSGDConfig(compression=1e6), CHEAP)
 
 
 def test_a_choice_gives_away_little_time_for_quality():
@@ -263,15 +257,15 @@ def test_quantized_gradients_lose_less_than_factors_and_more_than_an_all_reduce(
         assert choose(low_rank, found[number:][::-1]) is best
     # The compute of factors, and then that of quantization, is more than may be.
     times = {kind: ComputeTime((1e-3 if kind.quantize else 1.0,) * 3) for kind in kinds(CONFIG)}
-    half, *others = options(job_at(100.0), times, 0.5)
+    half, *others = options(JOB, times, 0.5)
     assert [p.config and p.config.quantize for p in (half, *others)] == [*cost.FORMATS]
     assert half.seconds > others[0].seconds > others[1].seconds
-    assert half.bytes_per_step == job_at(100.0).exact(2).bytes_per_step
-    assert not options(job_at(100.0), times, 1e-3)
+    assert half.bytes_per_step == JOB.exact(2).bytes_per_step
+    assert not options(JOB, times, 1e-3)
 
 
 def test_budgets_that_are_too_small_or_the_same_are_left_out():
-    found = options(job_at(100.0), dict.fromkeys(kinds(CONFIG, ()), CHEAP), None)
+    found = options(JOB, dict.fromkeys(kinds(CONFIG, ()), CHEAP), None)
     compressions = [float(p.config.compression or 0) for p in found if p.config is not None]
     assert compressions == sorted(set(compressions))
     plans = [tuple(sorted(p.ranks.items())) for p in found]

@@ -1,7 +1,5 @@
 """The demo's ways of distributing its model, and its counts of bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -72,17 +70,13 @@ def test_arms() -> None:
 ELEMENTS = 100
 
 
-def carry_nothing(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """Replace collectives by functions that do nothing, as one of so many workers."""
-    monkeypatch.setattr(dist, "get_world_size", lambda _: workers)
-    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
-    for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"):
-        monkeypatch.setattr(dist, name, lambda *_: None)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch):
-    carry_nothing(monkeypatch, workers)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: workers)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    # Nothing is carried.
+    for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
     tensor, traffic = torch.zeros(ELEMENTS), Traffic()
     with traffic.counting():
         dist.all_reduce(tensor)

@@ -1,7 +1,5 @@
 """Kill workers under torchft's Manager, and print the table: ``python -m tests.elastic [--only WORDS] [--write]``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

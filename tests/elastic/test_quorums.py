@@ -1,7 +1,5 @@
 """Workers under torchft's Manager that are killed or do not hear of a step's end. ``make faults`` does more of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a manager is refused for, before anything has changed, and the outcome of steps without a real manager."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +123,10 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
         compressor.compress(gradients)
         load, save = manager.states["powersgd"]
         if heals:
-            state = save_of_another(save, manager, applied)
+            # Of a worker that has applied this attempt, or another one at the same step.
+            state, quorum = save.__self__._shared(), 1 if applied else 7
+            assert save.__self__._attempt == (1, manager._step)
+            state["history"] = [[manager._step, quorum]]
             manager._step += 1
             load(state)
         else:
@@ -138,15 +139,6 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
     assert healed.keys() == voted.keys() != set()
     for name, error in voted.items():
         torch.testing.assert_close(healed[name], error, rtol=0, atol=0)
-
-
-def save_of_another(save: Any, manager: Manager, applied: bool) -> dict[str, Any]:
-    """The state of a worker that has applied this attempt, or another one at the same step."""
-    attempt = save.__self__._attempt
-    state: dict[str, Any] = save.__self__._shared()
-    state["history"] = [[manager._step, 1 if applied else 7]]
-    assert attempt == (1, manager._step)
-    return state
 
 
 def trained(compressor: Compressor, manager: Manager, votes: Sequence[bool]) -> torch.Tensor:

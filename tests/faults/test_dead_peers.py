@@ -1,7 +1,5 @@
 """A peer dies, or says no more, in the middle of a step: the survivor is told in time, and loses nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

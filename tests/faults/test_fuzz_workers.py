@@ -1,7 +1,5 @@
 """Random training on gloo workers, through the DDP hook and in local steps: whatever happens, nothing is lost."""
 
-from __future__ import annotations
-
 import random
 import resource
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """``compress(accelerator, model)``: several models and wrong use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

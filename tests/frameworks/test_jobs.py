@@ -1,7 +1,5 @@
 """Each framework with each wrapper, with a section of DeepSpeed's configuration alone, and the guides' examples."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``PowerSGD`` for Lightning's Trainer: several fits, kinds of checkpoints and models, and wrong use."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,8 @@ import pytest
 import torch
 
 from tests.support.distributed import on_workers
-from tests.support.frameworks.job import DDP, FSDP1, FSDP2, LIMIT, RANK_4, ZERO2, Job, be_launched, difference, full
+from tests.support.frameworks.job import DDP, FSDP1, FSDP2, LIMIT, RANK_4, ZERO2, Job, be_launched, difference
+from tests.support.sharded_training import whole
 from tests.support.training import complaint
 
 pytest.importorskip("lightning")
@@ -40,7 +39,7 @@ def test_a_second_fit_continues(worker: int, workers: int, wrapper: str):
         """Size of the mean error, which is what a state has."""
         state = callback.powersgd.state_dict()
         found = state.get("error") or {n: p["error"] for n, p in state["matrices"].items() if "error" in p}
-        return sum(float(full(error).norm()) for error in found.values())
+        return sum(float(whole(error).norm()) for error in found.values())
 
     job = Job(wrapper)
     callback: Any = PowerSGD(**RANK_4)

@@ -1,7 +1,5 @@
 """``PowerSGDCallback``: several trainings, their checkpoints, and wrong use."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``attach`` on gloo workers: wrong use, folders. The table attaches every wrapper."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

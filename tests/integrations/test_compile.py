@@ -1,7 +1,5 @@
 """torch.compile and DDP: a compiled model trains as an uncompiled one, and their checkpoints fit each other."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence

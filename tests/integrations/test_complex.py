@@ -1,7 +1,5 @@
 """Complex parameters: averaged whole at full rank, and nothing lost at low rank, in every adapter that has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2 with experts and dense layers on meshes of their own, as training programs have them, on gloo workers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -15,17 +13,16 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from powersgd_triton import attach
 from powersgd_triton.config import PowerSGDConfig
-from tests.support.balance import LIMIT
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
 from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
-from tests.support.training import complaint
+from tests.support.training import LIMIT, complaint
 
 # Older versions of torch have one mesh a unit, and no reduce-scatter of parameters that some workers do not use.
 pytestmark = pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="needs a newer torch")
@@ -114,32 +111,19 @@ def sharded(
         place: Callable[[nn.Parameter], Any] | None = None
         if by_module:
             fully_shard(block.experts, mesh=experts, shard_placement_fn=lambda _: Shard(dim))
-        elif experts is None:
-            place = functools.partial(_placement, {*block.experts.parameters()}, Shard(dim))
         else:
-            place = functools.partial(
-                _placed_on, {*block.experts.parameters()}, Shard(dim), *map(_info, (experts, mesh))
-            )
+            own, rest = (each and _fsdp_init._get_mesh_info(each, None) for each in (experts, mesh))
+            place = functools.partial(placed, {*block.experts.parameters()}, Shard(dim), own, rest)
         fully_shard(block, mesh=mesh, shard_placement_fn=place)
     return fully_shard(model, mesh=mesh)
 
 
-def _placement(experts: set[nn.Parameter], placement: Shard, parameter: nn.Parameter) -> Shard | None:
-    return placement if parameter in experts else None
-
-
-def _info(mesh: DeviceMesh) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-
-    return _get_mesh_info(mesh, None)
-
-
-def _placed_on(experts: set[nn.Parameter], placement: Shard, own: Any, rest: Any, parameter: nn.Parameter) -> Any:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-
-    if parameter in experts:
-        return ShardPlacementResult(placement=placement, mesh_info=own)
-    return ShardPlacementResult(placement=Shard(0), mesh_info=rest)
+def placed(experts: set[nn.Parameter], placement: Shard, own: Any, rest: Any, parameter: nn.Parameter) -> Any:
+    """Where FSDP puts a parameter of a block: experts on their ``own`` mesh, if they have one."""
+    if own is None:
+        return placement if parameter in experts else None
+    place, info = (placement, own) if parameter in experts else (Shard(0), rest)
+    return _fsdp_common.ShardPlacementResult(placement=place, mesh_info=info)
 
 
 def backward(model: Any, worker: int, step: int) -> None:

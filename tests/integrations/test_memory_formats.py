@@ -1,7 +1,5 @@
 """Parameters that are not contiguous: gradients, errors and checkpoints are in the order of the shapes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The plain loop's interface means what the reference implementation's does. The table has the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

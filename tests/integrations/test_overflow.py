@@ -1,7 +1,5 @@
 """Averages that do not fit fp16, on gloo workers of DDP and FSDP whose optimizers skip such steps: nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

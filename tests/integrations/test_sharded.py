@@ -1,7 +1,5 @@
 """What only FSDP has, beside the table: whole matrices, replicas that start differently, other hooks, wrong use."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

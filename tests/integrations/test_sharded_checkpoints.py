@@ -3,8 +3,6 @@
 The table saves and loads by ``save(folder)``, on other meshes too, and damages what is saved on one worker.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

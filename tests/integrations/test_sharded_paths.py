@@ -1,7 +1,5 @@
 """FSDP where gradients might be averaged on another path or in another group, and choices from measured times."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Codecs of differences and of the sparse format in kernels and in C: the reference's bits, and nothing beside them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Exploration in the kernel and in C against the reference, and what all promise."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

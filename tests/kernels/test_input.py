@@ -1,7 +1,5 @@
 """What the table of a bucket and the pointers to its tensors take and refuse; how sums are split among programs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -158,7 +156,7 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     assert_within(P[ends], truth @ right, bound)
     assert int(P.count_nonzero()) == int(P[ends].count_nonzero())
     got = M[ends[:, None], columns]
-    assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
+    assert_within(got, truth, error + stored(truth.abs() + error, dtype))
     backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=sums)
     pack_triton(made.pack_Q, sums, pointers, bucket.finite, own=Q, message=message, bypass=P, workers=1)
     left = P_hat[ends].double()
@@ -167,7 +165,7 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     verdict = torch.ones((), device=device)
     reconstruct_triton(made, P_hat, basis, P, made.pack_P, launches.reconstruct, out=pointers, verdict=verdict)
     bound = rounding(r, device) * (left.abs() @ right.abs().mT)
-    assert_within(G[ends[:, None], columns], product, bound + stored(product.abs() + bound, dtype, device))
+    assert_within(G[ends[:, None], columns], product, bound + stored(product.abs() + bound, dtype))
 
 
 def test_what_is_refused_is_refused_again():

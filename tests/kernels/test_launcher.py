@@ -1,7 +1,5 @@
 """When kernels are launched directly, and when Triton launches them."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from typing import Any

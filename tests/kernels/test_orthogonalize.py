@@ -1,7 +1,5 @@
 """The orthonormal basis from the kernels, on every kind of input, and the two kernels beneath it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock

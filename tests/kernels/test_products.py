@@ -1,7 +1,5 @@
 """The kernels that compensate, multiply, pack and commit, and their reference, against fp64 truth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -141,9 +139,9 @@ def test_reconstruct(rank: int, shapes: Shapes, dtype: torch.dtype, device: torc
     got = bucket.matrices(bucket.G)
     for i, (_, _, r) in enumerate(bucket.shapes):
         truth, size = P_hat[i] @ Q[i].mT, rounding(r, device) * (P_hat[i].abs() @ Q[i].abs().mT)
-        assert_within(got[i], truth, size + stored(truth.abs() + size, dtype, device))
+        assert_within(got[i], truth, size + stored(truth.abs() + size, dtype))
     for tensor, mean in zip(bucket.G.cpu()[len(got) :], bucket.first.double()[len(got) :], strict=True):
-        assert_within(tensor, mean, stored(mean.abs(), dtype, device))
+        assert_within(tensor, mean, stored(mean.abs(), dtype))
     assert bucket.guarded()
     # NaN is handed on.
     bucket.Q.poison()
@@ -234,7 +232,7 @@ def test_commit_takes_a_step_back(gradient: torch.dtype, error: torch.dtype | No
         expected = m.float().view(1, -1)
         rollback_reference([g.view(1, -1)], [expected], torch.tensor(False))
         # One subtraction in fp32 has one result.
-        assert_within(got, expected[0].double(), stored(expected[0].double().abs(), got.dtype, device))
+        assert_within(got, expected[0].double(), stored(expected[0].double().abs(), got.dtype))
     assert bucket.M.guarded()
 
 

@@ -1,7 +1,5 @@
 """The kernels that write and read narrow factors: the same bits as the reference, and nothing written beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from unittest import mock

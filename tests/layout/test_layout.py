@@ -1,7 +1,5 @@
 """Layout: matrix views, eligibility, shape groups and offsets."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which backend is chosen for a bucket, and the reasons that are given."""
 
-from __future__ import annotations
-
 import importlib.util
 import types
 

@@ -1,7 +1,5 @@
 """Differences in few bits: how far a copy is from its original, how it recovers, and what is added and subtracted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

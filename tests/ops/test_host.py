@@ -1,7 +1,5 @@
 """The library in C, and memory of the CPU: freed memory is used again, as new memory takes longer than to compute."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 from unittest import mock

@@ -1,7 +1,5 @@
 """What local steps do to a parameter, in C and in torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The orthonormal basis on every kind of input, and the random directions that replace what is dead."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """Products in C: what ``test_reference.py``, which compares their values, does not ask."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from typing import Any

@@ -5,8 +5,6 @@ products in arithmetic with unit roundoff u is off by at most Î³_k = k u / (1 âˆ
 whatever the order of summation.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

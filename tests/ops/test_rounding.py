@@ -1,7 +1,5 @@
 """How single numbers are rounded to few bits: by chance or to the nearest, the largest ones, and what is no number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

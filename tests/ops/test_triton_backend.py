@@ -1,7 +1,5 @@
 """The backend of Triton kernels as a compressor uses it, against the torch backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Factors in 16, 8 and 4 bits: what is written, what arrives, and that nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

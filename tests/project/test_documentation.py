@@ -3,8 +3,6 @@
 Sphinx is not needed: ``make docs`` checks what only Sphinx can.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

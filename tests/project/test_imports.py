@@ -1,7 +1,5 @@
 """Imports point one way, triton stays in kernels/, no test is imported, and the adapters have one name."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """Wheel and sdist hold the package with its adapters, and work where they are installed."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 import zipfile

@@ -5,8 +5,6 @@ The blocks of a page run in order, as if pasted one after the other. Whole progr
 by themselves.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -3,8 +3,6 @@
 Results are compared with fp64 truth or with the reference's bits. Findings fail a test too.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

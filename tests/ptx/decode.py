@@ -1,7 +1,5 @@
 """PTX, parsed and decoded for ``engine.c``, which executes it."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """A GPU for Triton whose kernels run as PTX on the CPU, in random schedules, and what is found in them."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import gc

@@ -3,8 +3,6 @@
 A dropped barrier need not be a mistake: some follow others with no access in between.
 """
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import random

@@ -1,7 +1,5 @@
 """``python -m pytest -p tests.ptx.plugin tests/kernels``: tests with each launch replaced by its PTX."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ptx.emulator import Emulator, install

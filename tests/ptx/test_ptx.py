@@ -1,7 +1,5 @@
 """The kernels' PTX on the CPU in random schedules, and that the emulator still finds planted mistakes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

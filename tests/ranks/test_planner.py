@@ -1,7 +1,5 @@
 """The planner: integers and floats only."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

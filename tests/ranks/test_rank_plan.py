@@ -1,7 +1,5 @@
 """Ranks under a byte budget, in training: bytes, conservation, agreement, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tensors without factors in few bits, beside factors: what they change, and what they leave as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,23 +7,19 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.demo.measure import Call, counting
 from tests.support.balance import check_same
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.device import EMULATED, INTERPRETED
 from tests.support.distributed import on_workers
 from tests.support.training import relative
+from tests.support.wrappers import means
 
 SHAPES = {"weight": (24, 20), "twin": (24, 20), "conv": (8, 3, 3, 3), "bias": (300,), "empty": (0,), "scalar": ()}
 VECTORS = {"bias": (300,), "empty": (0,), "scalar": ()}
 ROUNDED = {"int8": 0.02, "bf16": 0.006}
 """More than the relative error of an average, rounded once or twice."""
 FACTORS: dict[str, Any] = {"wire_dtype": "int4", "backend": "torch"}
-
-
-def means(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: Communicator().mean(tensor.double()) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("bypass", list(ROUNDED))

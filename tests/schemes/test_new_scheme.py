@@ -1,7 +1,5 @@
 """Schemes of the documentation: the one that docs/architecture.md adds, and the example to be read."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from typing import Any

@@ -1,7 +1,5 @@
 """What models in wrappers are given and what they apply: books of it, and comparisons. All runs inside a worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,12 +9,10 @@ from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
 from tests.support.sharded_training import RATE, Batch, Gradients, batch, loss_of
-from tests.support.training import digest, flat, relative
+from tests.support.training import LIMIT, digest, flat, relative
 from tests.support.wrapper_table import WRAPPERS
 from tests.support.wrappers import Wrapped, means
 
-LIMIT = 1e-5
-"""Relative difference of sums in fp32 that are taken in another order."""
 EIGHT_BITS = 0.02
 """Relative difference of sums that are rounded to 8 bits."""
 U = 2.0**-24

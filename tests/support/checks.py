@@ -1,7 +1,5 @@
 """What several test files measure: steps, bases, states of global random generators, memory."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

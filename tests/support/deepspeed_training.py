@@ -1,7 +1,5 @@
 """Engines and steps that the tests of the DeepSpeed adapter share. All of it runs inside a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

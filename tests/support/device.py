@@ -1,7 +1,5 @@
 """Where the Triton kernels run. ``tests/conftest.py`` chooses it before anything imports triton."""
 
-from __future__ import annotations
-
 import os
 import sys
 

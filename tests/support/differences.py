@@ -1,7 +1,5 @@
 """Messages of differences: their scales, what they stand for, and tensors to be sent in them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Run functions on several gloo workers and collect what each returns."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

@@ -3,8 +3,6 @@
 And whose exchanges these are.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Random runs: layouts, configurations, and gradients of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

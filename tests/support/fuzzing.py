@@ -1,7 +1,5 @@
 """What must hold in every step of a random run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -32,7 +30,6 @@ class Follower:
         self.buckets: list[list[str]] = []
         # Of the last step: what the next must start from.
         self.following: dict[str, Tensor] = {}
-        self.skipped = 0
 
     def run(self) -> None:
         for step in range(self.case.steps):
@@ -86,7 +83,6 @@ class Follower:
         runs = self.fleet.step(given, self.buckets, case.overlapping)
         finite = [self.check_outputs(run, given, before) for run in runs]
         applied = all(finite) and all(fits(run) for run in runs)
-        self.skipped += not applied
         for run in runs:
             assert all(bool(verdict) == applied for verdict in run.verdicts), "the verdict is not what was written"
         for run, counts in zip(runs, finite, strict=True):

@@ -1,7 +1,5 @@
 """What an engine holds and owes, exactly, without anything being written down for it; and what it should, in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Triton's interpreter: what a step does in it (bytes moved, launches that a device would see); a faster one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -158,9 +158,9 @@ class Bucket:
         """Memory like that of the first message, NaN."""
         return Memory(self.row_sizes, dtype, self.device, self._factor_gap)
 
-    def columns(self, dtype: torch.dtype = torch.float32) -> Memory:
+    def columns(self) -> Memory:
         """Memory like that of the second message, NaN."""
-        return Memory(self.column_sizes, dtype, self.device, self._factor_gap)
+        return Memory(self.column_sizes, torch.float32, self.device, self._factor_gap)
 
     def parts(self, numel: int) -> Memory:
         return Memory([numel], torch.float32, self.device)
@@ -224,7 +224,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
     assert (difference <= bound).all(), f"off by {difference.max():.3e}; {(difference / bound).max():.2f} × the bound"
 
 
-def stored(size: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def stored(size: Tensor, dtype: torch.dtype) -> Tensor:
     """Bound of what is lost by rounding fp32 values of at most ``size`` once to ``dtype``.
 
     Half a unit in the last place, at least half the smallest denormal; a whole one to bf16 in the interpreter, which

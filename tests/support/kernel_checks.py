@@ -1,7 +1,5 @@
 """Kernels on a bucket, and steps of a backend of kernels, against fp64 truth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,7 +71,7 @@ def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False
         size = G[i].abs() + growth * (M[i].abs() + pending * (P_hat[i].abs() @ Q[i].abs().mT))
         error, lost = rounding(r + 3, device) * size, torch.zeros_like(size)
         if bucket.M is not None:
-            lost = stored(truth.abs() + error, bucket.M.flat.dtype, device)
+            lost = stored(truth.abs() + error, bucket.M.flat.dtype)
             assert_within(M_after[i], truth, error + lost)
         if left:
             truth, size, error, lost = truth.mT, size.mT, error.mT, lost.mT
@@ -100,7 +98,7 @@ def pack_and_average(bucket: Bucket, parts: Tensor, workers: int) -> None:
     )  # fmt: skip
 
 
-def check_backproject(bucket: Bucket, workers: int = 3) -> None:
+def check_backproject(bucket: Bucket) -> None:
     memory = bucket.G if bucket.M is None else bucket.M
     pointers = bucket.pointers_M() or bucket.pointers_G()
     M, P_hat, before = bucket.matrices(memory), bucket.row_factors(bucket.P_hat), memory.cpu()
@@ -110,7 +108,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
     bucket.Q.poison()
     backproject_triton(bucket.table, pointers, bucket.P_hat.flat, bucket.launches.backproject, out=parts.flat)
     assert parts.guarded()
-    pack_and_average(bucket, parts.flat, workers)
+    pack_and_average(bucket, parts.flat, 3)
     Q = bucket.column_factors(bucket.Q)
     for i, (n, _, _) in enumerate(bucket.shapes):
         bound = rounding(n, bucket.device) * (M[i].abs().mT @ P_hat[i].abs())
@@ -118,7 +116,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
     assert all(torch.equal(x, y) for x, y in zip(bucket.Q.cpu(), bucket.second.cpu(), strict=True))
     assert all(torch.equal(x, y) for x, y in zip(memory.cpu(), before, strict=True))
     for i, (got, old) in enumerate(zip(bucket.first.cpu(), message, strict=True)):
-        assert torch.equal(got, old if i < len(M) else old / workers)
+        assert torch.equal(got, old if i < len(M) else old / 3)
     assert bucket.guarded()
     assert int(bucket.finite) == 1
 

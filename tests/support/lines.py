@@ -1,7 +1,5 @@
 """Communicators of workers in one process, and what is done when all of them wait."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Sequence

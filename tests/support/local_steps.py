@@ -1,7 +1,5 @@
 """Small models in local steps, plain or wrapped on two nodes of two workers. All of it runs inside a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

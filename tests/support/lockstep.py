@@ -1,7 +1,5 @@
 """Several workers in one process: their steps advance side by side, and what they send is summed between."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Whether a basis is orthonormal and spans what it should, and matrices that make that hard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

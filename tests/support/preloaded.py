@@ -3,8 +3,6 @@
 A worker that has to do it by itself spends up to two seconds on it, and most cases take less.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Python programs that tests run, and the pages of the documentation with their code blocks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

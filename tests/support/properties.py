@@ -1,7 +1,5 @@
 """What holds for every wrapper: properties as functions of a worker, with their assertions. See ``wrappers.py``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -17,7 +15,6 @@ from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import wrapper_table
 from tests.support.balance import (
     EIGHT_BITS,
-    LIMIT,
     Ledger,
     batches,
     build,
@@ -29,7 +26,7 @@ from tests.support.balance import (
     train,
 )
 from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
-from tests.support.training import complaint, flat, relative
+from tests.support.training import LIMIT, complaint, flat, relative
 from tests.support.ways import WAYS
 from tests.support.wrapper_table import WRAPPERS
 

@@ -1,7 +1,5 @@
 """A model, steps and measurements that the tests of the FSDP adapters share. All of it runs inside a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """A model with tensor-parallel layers of every kind, on replicas × shards × tensor-parallel workers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Products of options: a part of them in ``make test``, in which every option is tried, all of them in test-all."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Sequence

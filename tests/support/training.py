@@ -1,7 +1,5 @@
 """Models, steps and measurements that the tests of the DDP hook share; what is logged, and how calls fail."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -26,8 +24,8 @@ MANY, FEW, ONE = 0.02, 0.05, 100.0
 AT_ONCE: dict[str, Any] = {"find_unused_parameters": True}
 Messages = list[tuple[int, str]]
 Saved = dict[str, Any]
-# Of relative differences: what rounding in fp32 adds up to in a few steps is below it.
 LIMIT = 1e-5
+"""Of relative differences of sums in fp32 that are taken in another order, also over a few steps."""
 
 
 def linear_stack(layers: int = 6) -> nn.Sequential:
@@ -191,13 +189,11 @@ def check_training(
         assert relative(left, expected) <= LIMIT, name
 
 
-def state_for(model: nn.Module, kind: str = "named", group: dist.ProcessGroup | None = None) -> PowerSGDState:
-    return PowerSGDState(group, module=model if kind == "named" else None, **RANK_2)
-
-
-def uninterrupted(worker: int, kind: str) -> Run:
-    model = linear_stack()
-    return training(model, worker, state_for(model, kind), range(8))
+def state_for(
+    model: nn.Module | None, rank: int = 2, group: dist.ProcessGroup | None = None, **settings: Any
+) -> PowerSGDState:
+    """All matrices are compressed from the first step on. Without a model, parameters are known by numbers."""
+    return PowerSGDState(group, **{**RANK_2, "matrix_approximation_rank": rank, "module": model, **settings})
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Ways of training, each of which a wrapper that has it takes in ``properties.full_rank``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -10,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
-from tests.support.balance import LIMIT
 from tests.support.sharded_training import Net, checkpoint, freeze
+from tests.support.training import LIMIT
 
 
 @dataclasses.dataclass(frozen=True)

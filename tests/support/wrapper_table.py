@@ -1,7 +1,5 @@
 """The rows of the table of wrappers, see ``wrappers.py``; DeepSpeed, and nodes of several workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -11,8 +11,6 @@ What a step has averaged is (parameters before − parameters after) / ``RATE``:
 gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

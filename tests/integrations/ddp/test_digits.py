@@ -1,7 +1,5 @@
 """Training on handwritten digits with two workers: rank 1 with error feedback is as accurate as exact averaging."""
 
-from __future__ import annotations
-
 import importlib.util
 import statistics
 from collections.abc import Iterable, Mapping

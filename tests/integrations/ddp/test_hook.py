@@ -1,10 +1,7 @@
-"""What only DDP's hook has, beside the table: collectives, the batched hook, torch's wrappers, ways to use DDP."""
-
-from __future__ import annotations
+"""What only DDP's hook has, beside the table: collectives, torch's wrappers, ways to use DDP."""
 
 import contextlib
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.control import Control
-from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, check_same
-from tests.support.checks import assert_equal_states, random_states
+from tests.support.checks import random_states
 from tests.support.distributed import make_test
 from tests.support.sharded_training import Net, loss_of
 from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
     LIMIT,
     MANY,
-    ONE,
     WIDTH,
     Gradients,
-    Run,
     batch,
     complaint,
     flat,
@@ -40,6 +35,7 @@ from tests.support.training import (
     local_gradients,
     relative,
     squared_error,
+    state_for,
     step_differences,
     total,
     training,
@@ -47,18 +43,6 @@ from tests.support.training import (
 from tests.support.wrappers import Wrapped
 
 STEPS, RANK, SCALE = range(4), 2, 8.0
-
-
-def state_of(model: nn.Module | None, rank: int = WIDTH, **settings: Any) -> PowerSGDState:
-    return PowerSGDState(
-        None, rank, **{"start_powerSGD_iter": 0, "min_compression_rate": 0, "module": model, **settings}
-    )
-
-
-def check_runs(got: Run, expected: Run) -> None:
-    """That the gradients of all steps are equal, and workers hold the same bits."""
-    assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
-    check_same([parameter for gradients in got.gradients for parameter in gradients.values()])
 
 
 def replicated(model: nn.Module, state: PowerSGDState, hook: Any = powerSGD_hook, **options: Any) -> Any:
@@ -114,7 +98,7 @@ def collectives(worker: int, world_size: int) -> None:
         return call
 
     model = linear_stack()
-    state = state_of(model, RANK, error_dtype=torch.bfloat16)
+    state = state_for(model, RANK, error_dtype=torch.bfloat16)
     replica = replicated(model, state, hook)
     before = random_states()
     with contextlib.ExitStack() as stacked:
@@ -140,7 +124,7 @@ def groups(worker: int, world_size: int) -> None:
     """The state averages over the group that was set last, before the first step or between steps."""
     made = [dist.new_group(range(world_size)) for _ in range(2)]
     model, used = linear_stack(), []
-    state, original = state_of(model), dist.all_reduce
+    state, original = state_for(model, WIDTH), dist.all_reduce
 
     def assign(step: int) -> None:
         if step in (0, 2):
@@ -152,70 +136,14 @@ def groups(worker: int, world_size: int) -> None:
 
     with mock.patch.object(dist, "all_reduce", noting):
         got = training(model, worker, state, STEPS, before_step=assign)
-    check_runs(got, training(linear_stack(), worker, None, STEPS))
+    expected = training(linear_stack(), worker, None, STEPS)
+    assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
+    check_same(flat(gradients) for gradients in got.gradients)
     assert used == sorted(used)
     assert set(used) == {0, 1}
     # One worker alone. The other one is told that it is not in the group.
     alone = dist.new_group([0])
     assert ("not a member" in complaint(PowerSGDState, alone, module=linear_stack())) == (worker == 1)
-
-
-def batched(worker: int, world_size: int) -> None:
-    """A bucket is one matrix, nearly square, which is averaged exactly at full rank, and saved."""
-    hook = batched_powerSGD_hook
-    sizes: list[int] = []
-
-    def noting(state: Any, bucket: Any) -> Any:
-        if bucket.index() == 0:
-            sizes.clear()
-        sizes.append(bucket.buffer().numel())
-        return hook(state, bucket)
-
-    expected = training(linear_stack(), worker, None, STEPS)
-    full, state = (state_of(None, rank, start_powerSGD_iter=2) for rank in (1000, RANK))
-    check_runs(training(linear_stack(), worker, full, STEPS, hook=hook), expected)
-    run = training(linear_stack(), worker, state, range(20), hook=noting)
-    check_same(run.gradients[-1].values())
-    assert len(sizes) > 1
-    shapes = {f"bucket {i}": (n // (math.isqrt(n - 1) + 1), math.isqrt(n - 1) + 1) for i, n in enumerate(sizes)}
-    assert {name: tuple(error.shape) for name, error in state.error().items()} == shapes
-    sent = sum(n + RANK * sum(shape) - math.prod(shape) for n, shape in zip(sizes, shapes.values(), strict=True))
-    assert state.compression_stats()[1:] == (18 * sum(sizes), 18 * sent)
-    loaded = state_of(None, RANK, start_powerSGD_iter=2)
-    loaded.load_state_dict(state.state_dict())
-    assert_equal_states(state.state_dict(), loaded.state_dict())
-
-
-def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
-    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones.
-
-    What a bucket has not sent comes to its parameters in a new wrapper too, whose first buckets are others.
-    """
-    model, hook = linear_stack(), batched_powerSGD_hook
-    exact = {name: torch.zeros_like(parameter).double() for name, parameter in model.named_parameters()}
-
-    def add_exact(step: int) -> None:
-        inputs, targets = batch(worker, step)
-        gradients = torch.autograd.grad(squared_error(model(inputs), targets), [*model.parameters()])
-        for gradient, given in zip(gradients, exact.values(), strict=True):
-            given += total(gradient) / world_size
-
-    low, full = (state_of(None, rank, start_powerSGD_iter=2) for rank in (1, 1000))
-    training(model, worker, low, range(2), hook=hook)
-    run = training(model, worker, low, range(2, 6), hook=hook, before_step=add_exact)
-    full.load_state_dict(low.state_dict())
-    run.gradients += training(model, worker, full, range(6, 10), hook=hook, before_step=add_exact).gradients
-    for name, expected in exact.items():
-        assert relative(torch.stack([gradients[name] for gradients in run.gradients]).sum(0), expected) < LIMIT
-    # The DDP model is taken as module= too.
-    by_function = PowerSGDState(None, lambda *_: 2, 2, module=DistributedDataParallel(model))
-    for state, parts in (
-        (state_of(None, 1), ("ValueError", "start_powerSGD_iter must be at least 2; got 0")),
-        (by_function, ("batched_powerSGD_hook has one matrix a bucket",)),
-        (low, ("RuntimeError", "the same model and bucket_cap_mb")),
-    ):
-        said = complaint(training, model, worker, state, range(10, 14), cap=ONE, hook=hook)
-        assert all(part in said for part in parts), said
 
 
 def dtypes(worker: int, world_size: int) -> None:
@@ -228,7 +156,7 @@ def dtypes(worker: int, world_size: int) -> None:
     ):
         model = linear_stack(3).to(dtype)
         own = local_gradients(model)
-        replica = replicated(model, state_of(model), hook)
+        replica = replicated(model, state_for(model, WIDTH), hook)
         # Rounded before and after; the workers' gradients may cancel.
         allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         check_averages(replica, own, allowed, dtype)
@@ -241,7 +169,7 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
     """
     model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double()])
     model.forward = lambda x: model[0](x) + model[1](x.double())
-    own, state = local_gradients(model), state_of(model)
+    own, state = local_gradients(model), state_for(model, WIDTH)
     for _ in range(2):
         replica, calls = DistributedDataParallel(model, static_graph=True), itertools.count(1)
 
@@ -263,7 +191,7 @@ def uneven_inputs(worker: int, world_size: int) -> None:
     expected = training(linear_stack(), worker, None, steps, uneven=True)
     for rank in (WIDTH, RANK):
         model = linear_stack()
-        got = training(model, worker, state_of(model, rank), steps, uneven=True)
+        got = training(model, worker, state_for(model, rank), steps, uneven=True)
         assert all(flat(gradients).isfinite().all() for gradients in got.gradients)
         if rank == WIDTH:
             assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
@@ -305,19 +233,7 @@ def unused(worker: int, world_size: int) -> None:
         ledger.check()
 
 
-test_on_two_workers = make_test(
-    [
-        collectives,
-        groups,
-        batched,
-        batched_where_buckets_may_change,
-        dtypes,
-        two_dtypes_in_a_static_graph,
-        uneven_inputs,
-        unused,
-    ],
-    2,
-)
+test_on_two_workers = make_test([collectives, groups, dtypes, two_dtypes_in_a_static_graph, uneven_inputs, unused], 2)
 
 
 @pytest.mark.usefixtures("one_worker")

@@ -1,7 +1,5 @@
 """Two levels of DDP, four processes as two nodes of two, and joined buckets, whose messages go together."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -48,9 +46,9 @@ SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""
 
 
-def nodes_of(size: int, worker: int) -> Any:
-    """What torchrun sets on nodes of this size."""
-    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(worker % size))
+def nodes_of_two(worker: int) -> Any:
+    """What torchrun sets on nodes of two workers."""
+    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(worker % 2))
 
 
 def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -76,7 +74,7 @@ def unused(worker: int, world_size: int) -> None:
 
 def shares(worker: int, world_size: int) -> None:
     """The two workers of a node hold and multiply each matrix once, in about equal shares."""
-    with nodes_of(2, worker):
+    with nodes_of_two(worker):
         model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
@@ -106,7 +104,7 @@ VICTIM = 3
 @on_workers(4, casualties=[VICTIM])
 def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: int) -> None:
     """The others are told. Each of their errors is what it was, or has the gradients of their node too."""
-    with nodes_of(2, worker):
+    with nodes_of_two(worker):
         model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
@@ -130,7 +128,7 @@ def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: 
 
 def resumed(worker: int, world_size: int) -> None:
     """Saved with two nodes of two workers; continued by every layout, by a copy and by a pickle."""
-    with nodes_of(2, worker):
+    with nodes_of_two(worker):
         model = linear_stack()
         state = state_for(model)
         training(model, worker, state, range(2))
@@ -175,7 +173,7 @@ def joined(worker: int, world_size: int) -> None:
     for make, node_group, settings in TRAININGS:
         runs, errors, sent = [], [], []
         for how in (contextlib.nullcontext(), latency_decides()):
-            with nodes_of(2, worker), how, sent_elements() as numels:
+            with nodes_of_two(worker), how, sent_elements() as numels:
                 model = make()
                 state = state_for(model, node_group, **settings)
                 runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
@@ -193,7 +191,7 @@ def joined(worker: int, world_size: int) -> None:
 def interrupted(worker: int, world_size: int) -> None:
     """An exception while buckets wait: they are forgotten, and the next step sends all of its own gradients."""
     for node_group in (None, "auto"):
-        with nodes_of(2, worker), latency_decides():
+        with nodes_of_two(worker), latency_decides():
             model = linear_stack()
             state = state_for(model, node_group, wire_dtype="int4")
             training(model, worker, state, range(2))

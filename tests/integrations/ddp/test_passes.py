@@ -1,7 +1,5 @@
 """Backward passes of DDP: one that is interrupted before another wrapper's, and parameters that DDP leaves out."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """States of DDP's hook that are saved, pickled and copied: names and numbers, buckets, damaged states, own errors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -28,6 +26,7 @@ from tests.support.training import (
     ONE,
     RANK_2,
     WIDTH,
+    Gradients,
     check_training,
     complaint,
     linear_stack,
@@ -36,7 +35,6 @@ from tests.support.training import (
     state_for,
     step_differences,
     training,
-    uninterrupted,
     warnings,
 )
 
@@ -46,12 +44,18 @@ def check_said(said: str, *parts: str) -> None:
     assert all(part in said for part in parts), said
 
 
+def uninterrupted(worker: int, named: bool = True) -> list[Gradients]:
+    """The gradients of eight steps."""
+    model = linear_stack()
+    return training(model, worker, state_for(model if named else None), range(8)).gradients
+
+
 def resumed(worker: int, world_size: int) -> None:
     """A run goes on in other buckets if the state has the model, and else in the same ones."""
-    for kind, cap in (("named", FEW), ("named", ONE), ("numbered", MANY)):
-        expected = uninterrupted(worker, kind).gradients
+    for named, cap in ((True, FEW), (True, ONE), (False, MANY)):
+        expected = uninterrupted(worker, named)
         model, other = linear_stack(), linear_stack()
-        state, fresh = state_for(model, kind), state_for(other, kind)
+        state, fresh = (state_for(one if named else None) for one in (model, other))
         training(model, worker, state, range(4))
         saved = state.state_dict()
         other.load_state_dict(model.state_dict())
@@ -61,7 +65,7 @@ def resumed(worker: int, world_size: int) -> None:
             fresh.load_state_dict(file)
         assert_equal_states(fresh.state_dict(), saved)
         for name in saved["matrices"]:
-            assert name.isdecimal() == (kind == "numbered")
+            assert name.isdecimal() != named
         got = training(other, worker, fresh, range(4, 8), cap=cap)
         assert max(step_differences(got.gradients, expected[4:])) <= LIMIT
         assert fresh.iter == 8
@@ -71,10 +75,10 @@ def resumed(worker: int, world_size: int) -> None:
 def other_boundaries(worker: int, world_size: int) -> None:
     """A state that knows parameters by numbers refuses other bucket boundaries, and names module=."""
     model = linear_stack()
-    numbered = state_for(model, "numbered")
+    numbered = state_for(None)
     training(model, worker, numbered, range(3), cap=FEW, **AT_ONCE)
     saved = numbered.state_dict()
-    fresh, running = state_for(model, "numbered"), state_for(model, "numbered")
+    fresh, running = state_for(None), state_for(None)
     fresh.load_state_dict(saved)
     training(model, worker, running, range(1), cap=MANY, **AT_ONCE)
     for other in (fresh, pickle.loads(pickle.dumps(numbered))):
@@ -87,7 +91,7 @@ def pickled(worker: int, world_size: int) -> None:
     """A run goes on from a pickle, which has the worker's own error, and logs what torch's does."""
     group = dist.new_group(range(world_size))
     model = linear_stack()
-    state = state_for(model, "named", group)
+    state = state_for(model, group=group)
     training(model, worker, state, range(4))
     said, found = [], []
     for one in (state, torchs.PowerSGDState(group)):
@@ -106,7 +110,7 @@ def pickled(worker: int, world_size: int) -> None:
         assert relative(again["matrices"][name]["error"], parts["error"]) <= LIMIT, "not the mean error"
     with logged(ddp.__name__) as using:
         got = training(model, worker, ours, range(4, 8))
-    assert max(step_differences(got.gradients, uninterrupted(worker, "named").gradients[4:])) <= LIMIT
+    assert max(step_differences(got.gradients, uninterrupted(worker)[4:])) <= LIMIT
     assert warnings(using) == []
 
 
@@ -159,18 +163,18 @@ OF_THE_MODEL: list[tuple[str, Any]] = [
 
 
 @alone
-@pytest.mark.parametrize("kind", ["named", "numbered"])
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -> None:
+def test_a_damaged_state_is_refused_and_changes_nothing(named: bool, steps: int) -> None:
     def prepared(steps: int) -> tuple[nn.Module, PowerSGDState]:
         model = linear_stack(2)
-        state = state_for(model, kind)
+        state = state_for(model if named else None)
         training(model, 0, state, range(steps))
         return model, state
 
     good = prepared(3)[1].state_dict()
     (model, state), (untouched_model, untouched) = prepared(steps), prepared(steps)
-    for place, junk in DAMAGE + OF_THE_MODEL * ((kind, steps) != ("numbered", 0)):
+    for place, junk in DAMAGE + OF_THE_MODEL * (named or steps > 0):
         bad = put(good, place.replace("*", next(iter(good["matrices"]))), junk)
         assert complaint(state.load_state_dict, bad).startswith("ValueError"), (place, junk)
         assert_equal_states(state.state_dict(), untouched.state_dict())

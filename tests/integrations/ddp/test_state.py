@@ -1,7 +1,5 @@
 """PowerSGDState has torch's interface, statistics and messages."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

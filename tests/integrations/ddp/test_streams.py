@@ -1,7 +1,5 @@
 """The hook on a stream of its own, while the main stream looks at the state."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

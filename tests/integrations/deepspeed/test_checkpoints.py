@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed engines carry the compression's state, for any number of workers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

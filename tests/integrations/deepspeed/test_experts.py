@@ -1,7 +1,5 @@
 """DeepSpeed's mixtures of experts: each gradient is averaged over the workers that have the parameter."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ZeRO's parameters as differences: copies follow masters as a plain model says, through faults and checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """What the DeepSpeed adapter refuses, all problems at once, and what it says when it is on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

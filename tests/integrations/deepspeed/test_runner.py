@@ -1,7 +1,5 @@
 """Programs without a changed line: the DeepSpeed runner, and what it says if ``deepspeed.initialize`` is not called."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

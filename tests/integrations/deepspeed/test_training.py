@@ -1,7 +1,5 @@
 """DeepSpeed's training with gradients compressed: what the table of wrappers does not know of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What local steps refuse, and exchanges that fail: all workers hear of it, nothing is lost, and all can go on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -21,20 +19,16 @@ from powersgd_triton.comm import communicator
 from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
-from tests.support.distributed import make_test, on_workers
+from tests.support.distributed import make_test, named, on_workers
 from tests.support.local_steps import (
     LOST,
-    NESTEROV,
     TERNARY,
     InFSDP2,
     Net,
     Training,
-    batch,
-    flat,
     mean,
     model,
     owed,
-    same_bits,
     theta,
 )
 from tests.support.training import complaint
@@ -102,38 +96,26 @@ def changes_of(training: Training) -> dict[str, Any]:
     }
 
 
-def refuses_later(worker: int, _world_size: int) -> None:
-    """What was equal at the start is compared before each exchange. Nothing has changed, and all can go on."""
-    training = Training(worker, "ternary", EVERY, optimizer=torch.optim.Adam, outer=NESTEROV, share=True)
+def refuses_later(worker: int, _world_size: int, delay: int) -> None:
+    """What was equal at the start is compared before each exchange. Nothing has changed, and all can go on.
+
+    With a delay, all hear of it one step later. Until then no worker waits for one that is late.
+    """
+    training = Training(worker, "ternary", EVERY, optimizer=torch.optim.Adam, share=True, delay=delay)
+    training.train(EVERY + delay)
     for index in range(8):
-        training.train(EVERY - 1)
-        training.advance(*batch(worker, index))
+        training.train(EVERY - 1 - delay)
         pattern, change = list(changes_of(training).items())[index]
         before = theta(training.sync), owed(training.sync)
-        with change if worker == index % 2 else contextlib.nullcontext():
-            said = complaint(training.sync.step)
+        said = complaint(training.train, 1, change if worker == index % 2 else None)
+        if delay:
+            assert said == "nothing"
+            said = complaint(training.train, 1)
         assert re.search(pattern, said), (pattern, said)
-        assert training.sync.since == EVERY
+        assert (training.sync.since, training.sync.every) == (EVERY + delay, EVERY)
         assert all(map(torch.equal, before, (theta(training.sync), owed(training.sync))))
         training.sync._rounds.exchange()
-    assert same_bits(flat(training.net))
-
-
-def refuses_at_the_end(worker: int, _world_size: int) -> None:
-    """With a delay, all hear of it one step later. Until then no worker waits for one that is late."""
-    training = Training(worker, "ternary", EVERY, optimizer=torch.optim.Adam, share=True, delay=1)
-    training.train(EVERY + 1)
-    for index in range(8):
-        training.train(EVERY - 2)
-        pattern, change = list(changes_of(training).items())[index]
-        before = theta(training.sync), owed(training.sync)
-        training.train(1, change if worker == index % 2 else None)
-        said = complaint(training.train, 1)
-        assert re.search(pattern, said), (pattern, said)
-        assert (training.sync.since, training.sync.every) == (EVERY + 1, EVERY)
-        assert all(map(torch.equal, before, (theta(training.sync), owed(training.sync))))
-        training.sync._rounds.exchange()
-        training.train(1)
+        training.train(delay)
         training.check()
     training.finish()
 
@@ -187,13 +169,9 @@ def one_is_alone(worker: int, _world_size: int) -> None:
     assert "make a new group" in complaint(training.sync._engine.communicator.all_reduce, torch.ones(1))
 
 
-test_two_workers = make_test(
-    [
-        *(refuses, refuses_later, refuses_at_the_end, refuses_between_fragments),
-        *(fails_alone, takes_in_later, one_is_alone),
-    ],
-    2,
-)
+LATER = {f"refuses_later-{delay}": functools.partial(refuses_later, delay=delay) for delay in (0, 1)}
+CASES = [refuses, refuses_between_fragments, fails_alone, takes_in_later, one_is_alone]
+test_two_workers = make_test({**named(CASES), **LATER}, 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 
 

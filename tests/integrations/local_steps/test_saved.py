@@ -1,7 +1,5 @@
 """Saved states of local steps: the same bits on the same workers, the same mean on others, and bad files."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Local steps of a plain module: what they are equal to, what is conserved, and what goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -192,13 +190,8 @@ def tries_again(worker: int, _world_size: int) -> None:
 
     A second exception comes in a step that does not count, since an exchange may have to begin in it.
     """
-    for every, delay, keep, times in (
-        (3, 0, None, 1),
-        (3, 2, None, 1),
-        (3, 2, 1.0, 2),
-        (1, 0, None, 2),
-        (2, 1, None, 2),
-    ):
+    cases = ((3, 0, None, 1), (3, 2, None, 1), (3, 2, 1.0, 2), (1, 0, None, 2), (2, 1, None, 2))
+    for every, delay, keep, times in cases:
         training = Training(worker, every=every, delay=delay, keep=keep, outer=lambda p: torch.optim.SGD(p, lr=1.0))
         outer, failed, failing = training.sync.outer, [], range(every + delay - 1, every + delay - 1 + times * worker)
         for step in range(9 + len(failing[1:])):
@@ -272,21 +265,9 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
     assert (copies_held(0.9), copies_held(None)) == (2, 3)
 
 
-ANY_NUMBER = [
-    *(equals_diloco, adds_averages_to_theta, averages_states, reads_once),
-    finishes_after_other_numbers_of_steps,
-]
-test_two_workers = make_test(
-    [
-        *ANY_NUMBER,
-        takes_rounds_that_grow,
-        takes_in_what_trains_later,
-        tries_again,
-        keeps_what_is_not_sent,
-        keeps_no_errors_apart,
-    ],
-    2,
-)
+ANY_NUMBER = [equals_diloco, adds_averages_to_theta, averages_states, reads_once, finishes_after_other_numbers_of_steps]
+MORE = [takes_rounds_that_grow, takes_in_what_trains_later, tries_again, keeps_what_is_not_sent, keeps_no_errors_apart]
+test_two_workers = make_test(ANY_NUMBER + MORE, 2)
 test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
 
 

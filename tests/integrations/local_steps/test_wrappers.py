@@ -1,7 +1,5 @@
 """Local steps across nodes of DDP, FSDP2 or DeepSpeed inside a node, with four processes as two nodes of two."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Sequence

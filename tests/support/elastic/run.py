@@ -1,7 +1,5 @@
 """Runs a scenario, whose workers train with each integration, and checks what they have logged."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

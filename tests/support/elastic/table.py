@@ -1,7 +1,5 @@
 """The faults of workers under a manager, and what came of them: the table in docs/guides/torchft.md."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker under torchft's Manager with prescribed gradients, and the fault that is injected into it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools

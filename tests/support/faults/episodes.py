@@ -1,7 +1,5 @@
 """Faults that all workers survive: each is injected between ordinary steps, and every step is entered in a ledger."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import time

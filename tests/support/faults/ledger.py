@@ -1,7 +1,5 @@
 """What all workers together must still owe after each step, in fp64, and how far rounding may take them from it."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A worker that takes local steps with gradients of its choice, and keeps books of what it has changed and sent."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Mapping

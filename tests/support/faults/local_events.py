@@ -1,7 +1,5 @@
 """What happens to local steps between others, for the table of faults and for random runs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping

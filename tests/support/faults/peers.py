@@ -1,7 +1,5 @@
 """Workers that differ, die or stop: the others are told, and go on from what was saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

@@ -1,7 +1,5 @@
 """Saved states between the steps, and faults on one worker only: a refused file, an exception, a failed allocation."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools

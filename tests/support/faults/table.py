@@ -1,7 +1,5 @@
 """The faults, how often each was injected, and what came of it: the table in docs/faults.md."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,10 +165,6 @@ def _added(tallies: Sequence[Tally]) -> Tally:
             setattr(total, field, getattr(total, field) + getattr(tally, field))
         total.details += tally.details
     return total
-
-
-def survived(found: dict[str, Tally]) -> bool:
-    return not any(tally.lost or tally.hung or tally.poisoned for tally in found.values())
 
 
 def markdown(found: dict[str, Tally], command: str) -> str:

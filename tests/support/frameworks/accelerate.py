@@ -1,7 +1,5 @@
 """A loop with Accelerate."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from tests.support import sharded_training
 from tests.support.checks import same_bits
 from tests.support.training import logged, warnings
 
@@ -146,13 +146,9 @@ def growing_scale() -> torch.amp.GradScaler:
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, whole and by their names before the model was wrapped. Collective."""
     return {
-        name.replace("_orig_mod.", "").removeprefix("module."): full(parameter).detach().clone()
+        name.replace("_orig_mod.", "").removeprefix("module."): sharded_training.whole(parameter)
         for name, parameter in model.named_parameters()
     }
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss(parameters: dict[str, Tensor] | None = None) -> float:

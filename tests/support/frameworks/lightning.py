@@ -1,7 +1,5 @@
 """Lightning's Trainer."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' Trainer."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
