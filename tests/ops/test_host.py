@@ -1,5 +1,6 @@
 """The library in C, and memory of the CPU: freed memory is used again, as new memory takes longer than to compute."""
 
+import ctypes
 import mmap
 import sys
 from unittest import mock
@@ -16,6 +17,23 @@ CPU = torch.device("cpu")
 def test_a_library_that_was_built_for_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "INTERFACE", "powersgd_interface_0")
     assert host.library.__wrapped__() is None
+
+
+@pytest.mark.skipif(host.library() is None, reason="there was no C compiler")
+def test_the_openmp_of_torch_is_made_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some processors, torch loads it for itself only, so that the library's functions are not found."""
+    modes, load = list[int](), ctypes.CDLL
+
+    def strict(path: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+        if "gomp" in path:
+            modes.append(mode)
+        elif not modes:
+            raise OSError("undefined symbol: GOMP_parallel")
+        return load(path, mode=mode)
+
+    monkeypatch.setattr(ctypes, "CDLL", strict)
+    assert host.library.__wrapped__() is not None
+    assert modes == [ctypes.RTLD_GLOBAL]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can take freed memory back")
