@@ -68,7 +68,7 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "numpy", *_imported("numpy", needed=True)
     triton, fine = _imported("triton", needed=False)
     yield "triton", f"{triton}; {launches_with(triton)}" if _installed("triton") and fine else triton, fine
-    codec = "compiled" if host.library() else "plain torch, slower: no C compiler at installation"
+    codec = "compiled" if host.library() else "plain torch, slower: not compiled at installation, or not to be loaded"
     yield "CPU codec", codec, True
     # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
