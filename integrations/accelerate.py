@@ -66,7 +66,6 @@ def _follow_checkpoints(accelerator: Accelerator) -> None:
         states = {accelerator.unwrap_model(model): state for model, state in attached().items()}
         # A model that accelerator.free_memory has released is no longer among these.
         models = [model for model in map(accelerator.unwrap_model, accelerator._models) if model in states]
-        # DeepSpeed's engine saves its state by itself.
         found = [states[model] for model in models if not states[model].saved_with_model]
         if len(found) == 1:
             return [(found[0], Path(folder))]

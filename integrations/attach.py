@@ -74,7 +74,6 @@ def attach(
         _attached[bare] = weakref.ref(state)
         common.announce(f"powersgd: on, {common.describe_ranks(state.config)}, over the workers of each quorum")
     elif state is None:
-        # The other workers would wait in the adapter, or in the first step, for one that has refused its arguments.
         state = _compress(bare, together("attach", given, found("attach", lambda: _workers(bare))), node_group)
         _attached[bare] = weakref.ref(state)
         if not common.is_deepspeed(bare):
@@ -140,24 +139,14 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 
-        workers, device = Communicator(model.process_group), next(model.parameters()).device
-
         def make() -> tuple[Handle, Facts, Facts]:
-            state = ddp.PowerSGDState(config, process_group=workers.group, module=model, node_group=node_group)
+            state = ddp.PowerSGDState(config, process_group=model.process_group, module=model, node_group=node_group)
             # The user's functions may fail, which all must hear before anything is registered.
             state._layout()
             return state, {}, {}
 
-        def register() -> tuple[None, Facts, Facts]:
-            try:
-                model.register_comm_hook(handle, ddp.powerSGD_hook)
-            except RuntimeError as error:
-                raise ValueError("the model has a communication hook already: attach sets its own") from error
-            return None, {}, {}
-
-        # The other workers would wait in the first step for one that has refused its configuration, or has a hook.
-        handle = together("attach", make, workers, device)
-        together("attach", register, workers, device)
+        handle = together("attach", make, Communicator(model.process_group), next(model.parameters()).device)
+        handle._together("attach", functools.partial(common.register, model, handle, ddp.powerSGD_hook))
         return handle
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.config import AUTO, PowerSGDConfig, logger
@@ -44,6 +45,14 @@ def is_deepspeed(model: object) -> bool:
     """Return whether a model is a DeepSpeed engine, without importing DeepSpeed."""
     engine: Any = sys.modules.get("deepspeed.runtime.engine")
     return engine is not None and isinstance(model, engine.DeepSpeedEngine)
+
+
+def register(model: DistributedDataParallel, state: object, hook: Any) -> None:
+    """Register a communication hook with DDP. ValueError: The model has one."""
+    try:
+        model.register_comm_hook(state, hook)
+    except RuntimeError as error:
+        raise ValueError("the model has a communication hook already: attach sets its own") from error
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], communicator: Communicator) -> None:

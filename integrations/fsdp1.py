@@ -40,14 +40,14 @@ class Unit:
         # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros. They may change.
         self._parameters: dict[str, nn.Parameter] = {}
         # FSDP flattens parameters that are not contiguous in the order of memory.
-        self.strides: dict[str, tuple[int, ...]] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
         # Without the padding that makes shards equal.
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
                 self._shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
-                self.strides[name] = tuple(flat._strides[index])
+                self._strides[name] = tuple(flat._strides[index])
                 if flat._params is not None:
                     self._parameters[name] = flat._params[index]
                 index += 1
@@ -59,8 +59,8 @@ class Unit:
         return {name: shape for name, shape in self._shapes.items() if name not in frozen}
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a view, with the parameter's shape, of its elements in FSDP's order."""
-        return flat.as_strided(self._shapes[name], self.strides[name])
+        """Return a view of the flat gradient: that of a parameter, with its shape."""
+        return flat[self.offsets[name] :].as_strided(self._shapes[name], self._strides[name])
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
@@ -191,27 +191,26 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
         else:
             dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
         return
-    segments = bucket.layout.segments
-    pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
+    places = {name: unit.view(gradient, name) for name in bucket.layout.shapes}
     # This copies a gradient that is not contiguous, such as one in channels_last.
-    gradients = {s.name: unit.view(pieces[s.name], s.name).contiguous() for s in segments}
-    copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
+    gradients = {name: place.contiguous() for name, place in places.items()}
+    copied = [name for name, place in places.items() if gradients[name] is not place]
     ranges: dict[str, tuple[int, Tensor]] | None = None
     shards: dict[str, tuple[int, Tensor]] = {}
     if output is not None:
         # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
         output.zero_()
         low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
-        for s in segments:
-            offset = unit.offsets[s.name]
-            first, behind = max(offset, low), min(offset + s.numel, high)
+        for name, place in places.items():
+            offset = unit.offsets[name]
+            first, behind = max(offset, low), min(offset + place.numel(), high)
             if first < behind:
-                shards[s.name] = first - offset, output[first - low : behind - low]
+                shards[name] = first - offset, output[first - low : behind - low]
         # A shard in another order than that of the shape is cut from the whole average.
-        ranges = shards | {s.name: (0, gradients[s.name].view(-1)) for s in copied if s.name in shards}
+        ranges = shards | {name: (0, gradients[name].view(-1)) for name in copied if name in shards}
     engine.average(bucket, gradients, ranges=ranges)
-    for s in copied:
-        unit.view(pieces[s.name], s.name).copy_(gradients[s.name])
-        if s.name in shards:
-            first, shard = shards[s.name]
-            shard.copy_(pieces[s.name][first : first + shard.numel()])
+    for name in copied:
+        places[name].copy_(gradients[name])
+        if name in shards:
+            first, shard = shards[name]
+            shard.copy_(gradient[unit.offsets[name] + first :][: shard.numel()])

@@ -93,7 +93,6 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Add the state to a checkpoint. Lightning calls this on all workers."""
-        # DeepSpeed's engine saves its state by itself.
         if self.powersgd is None or self.powersgd.saved_with_model:
             return
         if any(isinstance(value, (DTensor, ShardedTensor)) for value in checkpoint["state_dict"].values()):

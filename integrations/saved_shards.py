@@ -105,11 +105,7 @@ def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     factors = io.BytesIO()
     torch.save({"joined": [state["factors"] for state in states]}, factors)
     errors = {name: error for state in states for name, error in state["error"].items()}
-    return {
-        "error": errors,
-        "factors": factors.getvalue(),
-        "iteration": max(state["iteration"] for state in states),
-    }
+    return {"error": errors, "factors": factors.getvalue(), "iteration": max(state["iteration"] for state in states)}
 
 
 def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -47,7 +47,21 @@ class Several(Handle, Generic[S]):
         return (before / after if after else 0.0, before, after)
 
     def report(self) -> RankReport:
-        return merged_reports([state.report() for state in self])
+        reports = [state.report() for state in self]
+        messages = sum((collections.Counter(report.exchanges) for report in reports), collections.Counter[str]())
+        steps = [report.whole_step for report in reports if report.whole_step is not None]
+        budgets = [report.budget for report in reports if report.budget is not None]
+        return dataclasses.replace(
+            reports[0],
+            tensors=tuple(tensor for report in reports for tensor in report.tensors),
+            exchanges=dict(messages),
+            node_workers=max(report.node_workers for report in reports),
+            whole_step=(sum(plain for plain, _ in steps), sum(sent for _, sent in steps)) if steps else None,
+            budget=sum(budgets) if budgets else None,
+            error_bytes=sum(report.error_bytes for report in reports),
+            zeroed=sum(report.zeroed for report in reports),
+            left_out=tuple(dict.fromkeys(name for report in reports for name in report.left_out)),
+        )
 
     def attach(self, scaler: LossScaleSource) -> None:
         for state in self:
@@ -78,26 +92,6 @@ def check_shared(config: PowerSGDConfig) -> None:
             f"{field}={getattr(config, field)!r} is chosen for a whole step, but this model's parameters are averaged "
             "over different workers, each kind by itself: give a number as compression, or a rank"
         )
-
-
-def merged_reports(reports: Sequence[RankReport]) -> RankReport:
-    """Return one report for the tensors of all."""
-    messages: collections.Counter[str] = collections.Counter()
-    for report in reports:
-        messages.update(report.exchanges)
-    steps = [report.whole_step for report in reports if report.whole_step is not None]
-    budgets = [report.budget for report in reports if report.budget is not None]
-    return dataclasses.replace(
-        reports[0],
-        tensors=tuple(tensor for report in reports for tensor in report.tensors),
-        exchanges=dict(messages),
-        node_workers=max(report.node_workers for report in reports),
-        whole_step=(sum(plain for plain, _ in steps), sum(sent for _, sent in steps)) if steps else None,
-        budget=sum(budgets) if budgets else None,
-        error_bytes=sum(report.error_bytes for report in reports),
-        zeroed=sum(report.zeroed for report in reports),
-        left_out=tuple(dict.fromkeys(name for report in reports for name in report.left_out)),
-    )
 
 
 def merged_loads(reports: Iterable[LoadReport]) -> LoadReport:

@@ -77,9 +77,8 @@ class ShardedHandle(Handle):
         local = own.to(part.mesh.device_type, copy=True).contiguous()
         return placed(local, part.mesh, part.placements, part.shape)
 
-    def _fetched(self, name: str, error: DTensor) -> Tensor:
+    def _fetched(self, name: str, error: DTensor) -> Tensor:  # noqa: ARG002
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
-        del name
         return error.to_local()
 
     def _shard(self) -> tuple[int, int]:
@@ -150,19 +149,17 @@ class ShardedHandle(Handle):
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
-            known = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
-            tensors = sizes(known | self._matrices(), self._engine.given)
+            shapes = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
+            tensors = sizes(shapes | self._matrices(), self._engine.given)
             saved = nearest["matrices"]
             fitted = {name: fitting(saved.get(name, {}), size, fetched.get(name)) for name, size in tensors.items()}
             matrices = {name: parts for name, parts in fitted.items() if parts}
             # What has no basis counts as not compressed: its first one is drawn as in a run from the start.
-            ranks = {name: size.rank if "basis" in matrices.get(name, {}) else 0 for name, size in tensors.items()}
-            plain_sizes = {name: plain(size._replace(rank=ranks[name])) for name, size in tensors.items()}
-            return {**nearest, "tensors": plain_sizes, "matrices": matrices}, tensors
+            known = {name: size if "basis" in fitted[name] else size._replace(rank=0) for name, size in tensors.items()}
+            return {**nearest, "tensors": {n: plain(size) for n, size in known.items()}, "matrices": matrices}, tensors
 
-        saved, report = compared(self._engine, read)
         # Parameters that are frozen now may be trained later, from a first basis.
-        saved = dataclasses.replace(saved, strict=False)
+        saved, report = compared(self._engine, read, strict=False)
         unused = self._left if self._engine.given.error_feedback else sums
         dropped = (*report.dropped, *(name for name in unused if sums.get(name)))
         return functools.partial(adopt, self._engine, saved, dataclasses.replace(report, dropped=dropped))

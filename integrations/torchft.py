@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.elastic.managed import Managed
+from powersgd_triton.integrations.common import register
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 
 
@@ -62,8 +63,5 @@ def attach(model: Any, config: PowerSGDConfig, manager: Any) -> PowerSGDState:
     # The module itself: which parameters no worker has used is not known.
     state = PowerSGDState(config, module=model.module)
     state._managed = Managed(manager, state._engine)
-    try:
-        model.register_comm_hook(Backward(state), managed_hook)
-    except RuntimeError as error:
-        raise ValueError("the model has a communication hook already: attach sets its own") from error
+    register(model, Backward(state), managed_hook)
     return state

@@ -13,7 +13,7 @@ from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
-from powersgd_triton.integrations.ddp.views import are_final, views_of
+from powersgd_triton.integrations.ddp.views import views_of
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
@@ -121,13 +121,7 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def _average(
-    state: PowerSGDState,
-    bucket: GradBucket,
-    key: Hashable,
-    shapes: Shapes,
-    *,
-    whole: bool = False,
-    exact: bool = False,
+    state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False, exact: bool = False
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``. ``exact`` averages it exactly in this step."""
     engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
@@ -180,7 +174,8 @@ def _average(
             if forms is None:
                 # This copies a gradient that is not contiguous, such as one in channels_last.
                 gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
-                if not whole and are_final(views, parameters, state._places):
+                plain = not whole and all(place is read and place.is_contiguous() for place, read in views)
+                if plain and all(state._places[parameter].final for parameter in parameters):
                     begun.known = strides, [(s.name, s.shape, gradients[s.name].stride(), s.offset) for s in segments]
 
             def done() -> None:

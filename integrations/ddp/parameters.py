@@ -133,15 +133,9 @@ class UnusedParameters:
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
         self._is_view: dict[str, bool] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
-        residuals.whole.late = True
+        # Not a cycle, so that errors on a device are freed with the state.
+        residuals.whole.late, residuals.decide = True, weakref.proxy(self)
         module.register_forward_pre_hook(self)
-
-    @staticmethod
-    def are_discarded(module: nn.Module | None) -> bool:
-        """Return whether DDP looks for unused parameters of a module, and this version tells which they are."""
-        if not isinstance(module, DistributedDataParallel) or not module.find_unused_parameters or module.static_graph:
-            return False
-        return hasattr(module.reducer, "_get_local_used_map")
 
     def __call__(self, *_: Any) -> None:
         """Take back what the last step has sent of unused parameters, unless that was done."""

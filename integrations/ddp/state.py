@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import powersgd_triton.integrations.ddp.arguments as arguments
 from powersgd_triton.checkpoint import StateDict, opened
@@ -93,7 +94,7 @@ class PowerSGDState(Handle):
         if config.planned and module is None:
             raise ValueError("a budget needs all parameters: give PowerSGDState the model as module=")
         self._set_up(config, module, given["process_group"], given["node_group"])
-        if UnusedParameters.are_discarded(module):
+        if isinstance(module, DistributedDataParallel) and module.find_unused_parameters and not module.static_graph:
             self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
 
     def _set_up(
@@ -148,14 +149,6 @@ class PowerSGDState(Handle):
         """Number of elements sent for these gradients."""
         return self.compression_stats()[2]
 
-    def error(self) -> dict[str, Tensor]:
-        self._take_back()
-        return super().error()
-
-    def _take_back(self) -> None:
-        if self._unused is not None:
-            self._unused()
-
     def _check_owner(self) -> None:
         """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
         owner = self._residuals.claim(self._communicator)
@@ -169,7 +162,6 @@ class PowerSGDState(Handle):
     def state_dict(self) -> dict[str, Any]:
         """See ``Handle.state_dict``. Statistics are not included."""
         self._check_owner()
-        self._take_back()
         return {**save(self._engine), "buckets": self._names.record()}
 
     def load_state_dict(
@@ -226,7 +218,6 @@ class PowerSGDState(Handle):
         return copied
 
     def _content(self) -> dict[str, Any]:
-        self._take_back()
         return {
             **own_state(self._engine),
             "buckets": self._names.record(),

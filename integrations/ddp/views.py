@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,12 +53,6 @@ def views_of(buffer: Tensor, parameters: Sequence[Tensor], places: dict[Tensor, 
         same = place.is_view or place.own == place.bucket
         views.append((held, held if same else _strided(piece, parameter, place.own)))
     return views
-
-
-def are_final(views: list[tuple[Tensor, Tensor]], parameters: Sequence[Tensor], places: Mapping[Tensor, Place]) -> bool:
-    """Return whether all gradients are contiguous in the bucket, until strides of parameters change."""
-    plain = all(held is read and held.is_contiguous() for held, read in views)
-    return plain and all(places[parameter].final for parameter in parameters)
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:

@@ -24,7 +24,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.common import announce, unlike
 from powersgd_triton.integrations.deepspeed import refusals
 from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
-from powersgd_triton.integrations.deepspeed.experts import MixtureState, State, new_state
+from powersgd_triton.integrations.deepspeed.experts import MixtureState, State
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import PowerSGDConfigError
@@ -88,13 +88,13 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
             return None, {"enabled": False}, {}
         wanted, section = found
         try:
-            state = new_state(wanted, engine, node_group or section.node_group)
+            make = MixtureState if engine.has_moe_layers else DeepSpeedState
+            state: State = make(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
             raise refusals.refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
         return (state, parameters), {"enabled": True, "parameters": parameters}, {}
 
-    # The other workers would wait in the first step for one that has refused its configuration.
     prepared = together("deepspeed.enable", prepare, Communicator())
     if prepared is None:
         announce('powersgd: off, the section has "enabled": false')

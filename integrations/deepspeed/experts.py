@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.nodes import NodeGroup
@@ -39,18 +38,16 @@ class MixtureState(Several[DeepSpeedState]):
 
     def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None) -> None:
         check_shared(config)
-        groups: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, parameter in engine.module.named_parameters():
-            groups.setdefault(experts_group(parameter), []).append((plain_name(name), parameter))
+        groups = dict.fromkeys(map(experts_group, engine.module.parameters()))
         shared = [g for g in groups if g and dist.get_world_size(engine.expert_data_parallel_group[g]) > 1]
         self._dense = DeepSpeedState(config, engine, node_group)
         self._experts = {group: DeepSpeedState(config, engine, experts=group) for group in shared}
         super().__init__({DENSE: self._dense, **self._experts})
         self.group = self._dense.group
-        alone = [pair for group, pairs in groups.items() if group and group not in shared for pair in pairs]
-        self.left_out = self._dense.left_out = tuple(name for name, _ in alone)
-        self._owners: dict[int, DeepSpeedState | None] = {id(parameter): None for _, parameter in alone}
-        self._owners |= {identity: state for state in self for identity in state.names}
+        owners: dict[int, DeepSpeedState | None] = {identity: state for state in self for identity in state.names}
+        alone = {id(p): plain_name(name) for name, p in engine.module.named_parameters() if id(p) not in owners}
+        self._owners = owners | dict.fromkeys(alone)
+        self.left_out = self._dense.left_out = tuple(alone.values())
 
     @property
     def parameters(self) -> ParameterOverride | None:
@@ -164,8 +161,3 @@ class MixtureState(Several[DeepSpeedState]):
 
 
 State = DeepSpeedState | MixtureState
-
-
-def new_state(config: PowerSGDConfig, engine: Any, node_group: NodeGroup) -> State:
-    """Return the state of an engine's compression. Without experts it has one part."""
-    return (MixtureState if engine.has_moe_layers else DeepSpeedState)(config, engine, node_group)

@@ -189,11 +189,9 @@ def _override_checkpoints(engine: Any, state: State) -> None:
         # Read and checked on all workers before DeepSpeed changes the model, which is collective.
         go_on = state._reading(lambda: None if weights_only else checkpoint_folder(engine, load_dir, tag))
         found = load(load_dir, tag, *args, **kwargs)
-        if found[0] is None:
-            return found
-        if go_on is not None:
+        if found[0] is not None and go_on is not None:
             go_on()
-        else:
+        elif found[0] is not None:
             if not weights_only:
                 logger.warning(NO_STATE, checkpoint_folder(engine, load_dir, tag))
             state.forget()

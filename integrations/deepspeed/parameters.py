@@ -46,16 +46,15 @@ class ParameterOverride:
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
         self.width, self._config = DIFFERENCES[width], config
-        self._engine, optimizer = engine, engine.optimizer
-        self._optimizer = optimizer
-        self._module = _gathering_module(optimizer)
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._module = _gathering_module(engine.optimizer)
         groups = self._groups()
         # The owner's v. DeepSpeed rounds w into the partition before it gathers.
         self._kept = [torch.empty_like(group.own) for group in groups]
         self._padding = [_gaps(group.rows, group.parameters) for group in groups]
         self._steps = 0
         self._sent = self._exact = False
-        run_within(optimizer, "step", self._sending)
+        run_within(engine.optimizer, "step", self._sending)
 
     def bytes_per_step(self, own: Container[int]) -> tuple[int, int]:
         """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages.

@@ -44,13 +44,8 @@ Parts = Mapping[Tensor, tuple[int, Tensor]] | None
 class DeepSpeedState(Handle):
     """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it.
 
-    With mixtures of experts it is a ``MixtureState``, of which this is a part.
-
-    Args:
-        config: Configuration of the compression.
-        engine: The engine that ``deepspeed.initialize`` returned.
-        node_group: See ``enable``.
-        experts: Name of the expert-data group whose experts these are. Empty for the other parameters.
+    With mixtures of experts it is a ``MixtureState``, of which this is a part. ``experts`` then names the expert-data
+    group whose experts these are. It is empty for the other parameters. Other arguments are those of ``enable``.
     """
 
     saved_with_model = True
@@ -197,10 +192,7 @@ class DeepSpeedState(Handle):
         return engines.checkpoint_folder(self._framework, folder) or folder
 
     def _reading(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
-        """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.
-
-        Collective on the workers of all pipeline stages. The function is not. None if there is no saved state.
-        """
+        """See ``Handle``. Collective on the workers of all pipeline stages. The function is not."""
         return self._read_folder(lambda: self.saved_in(find()))
 
     def _read_folder(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:

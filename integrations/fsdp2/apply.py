@@ -14,7 +14,7 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.core.passes import Passes
-from powersgd_triton.core.saved_state import LoadReport, listing
+from powersgd_triton.core.saved_state import LoadReport, listing, renamed
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, refuse_unequal
 from powersgd_triton.integrations.fsdp2.units import check, divide, local_tensors
@@ -65,11 +65,12 @@ def apply_powersgd(
         rest = {plain_name(name) for name, _ in local_tensors(model)} - {n for each in divisions for n in each.names}
         states: dict[str, HybridShardState | FullShardState] = {}
         for division in averaging:
+            # Named by its first parameter.
+            name = division.names[0]
             if division.hybrid:
-                state: HybridShardState | FullShardState
-                state, rest = HybridShardState(model, config, division, {*division.names, *rest}), set()
+                states[name], rest = HybridShardState(model, config, division, {*division.names, *rest}), set()
             else:
-                state = FullShardState(config, division)
+                states[name] = FullShardState(config, division)
                 refuse_auto(config, "a sharded model without replicas")
             if config.whole_format and division.repeats:
                 field = "quantize" if config.quantize else "bypass"
@@ -78,9 +79,7 @@ def apply_powersgd(
                     "elements, also of several tensors, share a scale: give rank or compression alone"
                 )
             # The user's functions may fail, which all must hear before FSDP is made to call the state.
-            state._layout()
-            # Named by its first parameter.
-            states[division.names[0]] = state
+            states[name]._layout()
         if len(states) > 1:
             check_shared(config)
         first = next(iter(states.values()))
@@ -125,21 +124,14 @@ class DividedState(Several[ShardedHandle], ShardedHandle):
 
     def state_dict(self) -> dict[str, Any]:
         self._passes.finish()
-        return join([state.state_dict() for state in self])
+        saved = join([state.state_dict() for state in self])
+        return {**saved, "error": renamed(saved["error"], {new: old for old, new in self._names.items()})}
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         # What one part refuses, no other loads.
-        loading = [state._loading(state_dict, **options) for state in self]
+        rename = options.get("rename") or self._names
+        loading = [state._loading(state_dict, rename=rename) for state in self]
         return lambda: merged_loads(go_on() for go_on in loading)
-
-    def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
-        view = super().renamed(names)
-        assert isinstance(view, DividedState)
-        view.states = {
-            label: state.renamed({old: new for old, new in names.items() if new in state._matrices()})
-            for label, state in self.states.items()
-        }
-        return view
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for state in self for name, shape in state._matrices().items()}

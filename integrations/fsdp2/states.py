@@ -19,7 +19,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
-from powersgd_triton.integrations.fsdp2.units import Division, Unit, local_tensors, unsaved
+from powersgd_triton.integrations.fsdp2.units import Division, Unit, local_tensors
 from powersgd_triton.integrations.saved_shards import Part, cut
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
@@ -83,8 +83,12 @@ class HybridShardState(ShardedHandle):
     @torch.no_grad()
     def unequal(self) -> list[str]:
         """Return the names of the tensors that ``check_replicas`` refuses. Collective."""
-        passing = unsaved(self._model)
-        tensors = {name: tensor for name, tensor in self._tensors().items() if name not in passing}
+        unsaved = {
+            f"{path}.{name}".lstrip(".")
+            for path, module in self._model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        tensors = {name: tensor for name, tensor in self._tensors().items() if name not in unsaved}
         prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in tensors.values()]))
         differs = (prints != prints[0]).any(dim=0).tolist()
         return list(itertools.compress(tensors, differs))
@@ -225,7 +229,7 @@ class CustomReduceScatter:
         cut: list[tuple[Tensor, Tensor]] = []
         shards, own = sent.view(state._workers, -1).split(numels, dim=1), output.split(numels)
         for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
-            dim = unit.parameters[whole.name].fsdp_placement.dim
+            dim = unit.named_parameters[whole.name].fsdp_placement.dim
             gradient = gradients[whole.name] = memory[whole.span].view(whole.shape)
             joined = columns.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
             gradient.copy_(joined.narrow(dim, 0, whole.shape[dim]))
@@ -261,7 +265,7 @@ def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
 
 def part_of(units: list[Unit], name: str, workers: DeviceMesh | None = None) -> Part:
     """Return this worker's part of the error of its padded shard, or of a whole that is sharded over ``workers``."""
-    found = next(unit.parameters[name] for unit in units if name in unit.parameters)
+    found = next(unit.named_parameters[name] for unit in units if name in unit.named_parameters)
     parameter, dim = found.sharded_param, found.fsdp_placement.dim
     sizes = [real_shape(shape, parameter.dtype) for shape in (parameter.to_local().shape, found._orig_size)]
     first, length = (0, sizes[0][dim]) if workers is None else cut(sizes[1][dim], workers)

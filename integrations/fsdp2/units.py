@@ -41,12 +41,6 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def unsaved(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that checkpoints do not have."""
-    modules = dict(model.named_modules())
-    return {f"{path}.{name}".lstrip(".") for path in modules for name in modules[path]._non_persistent_buffers_set}
-
-
 class Unit:
     """Parameters of one module whose gradients FSDP reduces in one message. FSDP's object is ``parameter_group``."""
 
@@ -140,14 +134,6 @@ class Unit:
             found[name] = real_shape(tuple(shape), parameter.sharded_param.dtype)
         return found
 
-    def parts(self) -> list[int]:
-        """Return for each parameter into how many parts it is divided, by FSDP and by other parallelism."""
-        placed = [parameter.sharded_param for parameter in self.named_parameters.values()]
-        return [
-            math.prod(p.device_mesh.size(dim) for dim, each in enumerate(p.placements) if not each.is_replicate())
-            for p in placed
-        ]
-
 
 def ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
     """Return the workers of a group."""
@@ -201,7 +187,12 @@ class Division:
         """Whether workers that do not average with each other hold equal tensors, as with tensor parallelism."""
         workers = math.prod(map(dist.get_world_size, (self.group, *self.others)))
         replicas = dist.get_world_size(self.group) if self.hybrid else 1
-        return any(parts * replicas < workers for unit in self.units for parts in unit.parts())
+        # Into how many parts each parameter is divided, by FSDP and by other parallelism.
+        parts = (
+            math.prod(p.device_mesh.size(dim) for dim, each in enumerate(p.placements) if not each.is_replicate())
+            for p in (p.sharded_param for unit in self.units for p in unit.named_parameters.values())
+        )
+        return any(number * replicas < workers for number in parts)
 
     @functools.cached_property
     def communicator(self) -> Communicator:
@@ -224,8 +215,7 @@ def divide(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[
         key = unit.replicas is None, ranks_of(group)
         divisions.setdefault(key, Division([], group)).units.append(unit)
     for division in divisions.values():
-        elsewhere = [unit for unit in units if unit not in division.units]
-        division.others = _others(division.group, [*_meshes(division.units), *_meshes(elsewhere)])
+        division.others = _others(division.group, [*_meshes(division.units), *_meshes(units)])
     return list(divisions.values())
 
 

@@ -57,23 +57,19 @@ class LocalTensors:
 
     def frozen(self) -> Named:
         """Yield (name, tensor) of the parameters that the optimizer does not change."""
-        found = self._parameters()
-        return ((name, local(p)) for name, p in found if name not in self.shapes and not p.requires_grad)
+        return ((name, local(p)) for name, p in self._parameters() if name not in self.shapes and not p.requires_grad)
 
     def unfrozen(self) -> dict[str, Tensor]:
         """Return {name: parameter} of those that the optimizer changes, and that are not in ``tensors`` yet."""
         found = self._parameters() if self.masters is None else ()
         return {name: p for name, p in found if name not in self.shapes and p.requires_grad}
 
+    def take_in(self, unfrozen: Mapping[str, Tensor]) -> None:
+        self.shapes.update({name: _largest_part(parameter) for name, parameter in unfrozen.items()})
+
     def buffers(self) -> Named:
         """Yield ("buffer …", tensor) of the buffers."""
         return ((f"buffer {plain_name(name)!r}", local(tensor)) for name, tensor in self.model.named_buffers())
-
-    @staticmethod
-    def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
-        """Return a view of ``padded``, which has zeros at the ends of its dimensions, in the shape of ``tensor``."""
-        same = padded.shape == tensor.shape
-        return padded if same else padded[tuple(slice(size) for size in tensor.shape)]
 
     def memory(self, like: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """Return {name: new memory, padded} in the dtypes of ``like`` or fp32, on its devices by default.
@@ -81,10 +77,8 @@ class LocalTensors:
         Tensors lie one after the other, so that what is sent of them need not be copied first.
         """
         found: dict[str, Tensor] = {}
-        wide = {
-            dtype: torch.promote_types(dtype, torch.float32) for dtype in {tensor.dtype for tensor in like.values()}
-        }
-        kinds = {name: (wide[tensor.dtype], device or tensor.device) for name, tensor in like.items()}
+        wide = functools.cache(lambda dtype: torch.promote_types(dtype, torch.float32))
+        kinds = {name: (wide(tensor.dtype), device or tensor.device) for name, tensor in like.items()}
         for kind in dict.fromkeys(kinds.values()):
             shapes = {name: self.shapes[name] for name in kinds if kinds[name] == kind}
             sizes = [math.prod(shape) for shape in shapes.values()]
@@ -142,6 +136,11 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
+def unpadded(padded: Tensor, like: Tensor) -> Tensor:
+    """Return a view of ``padded``, which has zeros at the ends of its dimensions, in the shape of another tensor."""
+    return padded if padded.shape == like.shape else padded[tuple(map(slice, like.shape))]
+
+
 def sameness(tensor: Tensor | None, before: Tensor | None, agreed: str, device: torch.device) -> Tensor:
     """Return 1 if a tensor is as it was before, 0 if it has changed, −1 if its ``kind`` is not the one agreed on."""
     # On the device, since the host would wait for each tensor.
@@ -160,11 +159,11 @@ def kind(tensor: Tensor) -> str:
 def _of_parameters(model: nn.Module, **rest: Any) -> LocalTensors:
     """Return the tensors of a model whose parameters are what the optimizer changes."""
     found = LocalTensors(model, {}, **rest)
-    found.shapes.update({name: largest_part(parameter) for name, parameter in found.unfrozen().items()})
+    found.take_in(found.unfrozen())
     return found
 
 
-def largest_part(parameter: Tensor) -> Shape:
+def _largest_part(parameter: Tensor) -> Shape:
     """Return the shape of ``local(parameter)`` on the worker with the largest part."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):

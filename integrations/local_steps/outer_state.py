@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import broadcast_from_first
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local, sameness
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, local, sameness, unpadded
 from powersgd_triton.ops.local_steps import subtract
 from powersgd_triton.ops.reference import known
 from powersgd_triton.ops.step import HostCopy
@@ -89,7 +89,7 @@ class OuterState:
                 self._average([local(parameter)], local(parameter).isfinite().all())
             else:
                 broadcast_from_first([local(parameter)], self._engine.communicator)
-        self.local.shapes.update({name: largest_part(parameter) for name, parameter in new.items()})
+        self.local.take_in(new)
         added = self._new({name: local(parameter) for name, parameter in new.items()})
         self.shared |= added
         self.optimizer.param_groups[0]["params"] += added.values()
@@ -146,22 +146,20 @@ class OuterState:
             self._starts[name] = theta - (value - tensor)
 
     def pseudo_gradients(
-        self, finite: Tensor | None = None, begun: Tensors | None = None, copies: Tensors | None = None
+        self, finite: Tensor | None = None, begun: Mapping[str, Tensor] = {}, copies: Mapping[str, Tensor] = {}
     ) -> tuple[Tensors, Tensor]:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
         Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
-        ``copies``: memory for those of now. Its tensors are replaced by views of them without padding.
+        ``copies``: memory for those of now.
         """
         found, parameters = self.local.memory(self.shared, self.device), []
         for name, tensor in self.local.tensors():
             start = self._starts[name] if name in self._starts else self.rounded(name, tensor)
-            own, gradient = begun.get(name, start) if begun else tensor, self.local.without_padding(found[name], start)
+            own, gradient = begun.get(name, start) if begun else tensor, unpadded(found[name], start)
             if gradient.shape != found[name].shape:
                 found[name].zero_()
-            if copies:
-                copies[name] = self.local.without_padding(copies[name], tensor)
-            parameters.append((start, own, gradient, copies[name] if copies else None))
+            parameters.append((start, own, gradient, copies.get(name)))
         extremes = subtract(parameters)
         if finite is None:
             finite = self._is_finite(extremes)
@@ -179,7 +177,8 @@ class OuterState:
 
         If this worker is not finite, the copies are θ, and so are its parameters then.
         """
-        copies = self.local.memory(self.shared) if copied else {}
+        memory = self.local.memory(self.shared) if copied else {}
+        copies = {name: unpadded(padded, self.shared[name]) for name, padded in memory.items()}
         gradients, finite = self.pseudo_gradients(finite, copies=copies)
         if not copied or known(finite):
             return gradients, finite, copies
@@ -212,9 +211,7 @@ class OuterState:
         if begun:
             gradients, _, copies = self.begin(copied=True)
             for name, tensor in self.local.tensors():
-                changes = self.local.without_padding(self._engine.communicator.mean(gradients[name]), tensor).to(
-                    tensor.device
-                )
+                changes = unpadded(self._engine.communicator.mean(gradients[name]), tensor).to(tensor.device)
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
             for name, start in self._starts.items():
                 parts[name]["own_start"] = start.clone()
@@ -309,6 +306,4 @@ class OuterState:
         """Return {name: θ}, copies in at least fp32."""
         memory = self.local.memory(tensors)
         # Contiguous, as optimizers expect it. With padding, that is another copy.
-        return {
-            n: nn.Parameter(self.local.without_padding(memory[n], t).copy_(t).contiguous()) for n, t in tensors.items()
-        }
+        return {n: nn.Parameter(unpadded(memory[n], t).copy_(t).contiguous()) for n, t in tensors.items()}

@@ -12,6 +12,7 @@ from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.undo import Undo
+from powersgd_triton.integrations.local_steps.local_tensors import unpadded
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors
 from powersgd_triton.ops.local_steps import go_on
 from powersgd_triton.schemes.quantized import QuantizedAverage
@@ -119,7 +120,7 @@ class PendingExchange:
             self.gradients = gradients
         for name, mean in self.gradients.items():
             parameter = outer.shared[name]
-            parameter.grad = outer.local.without_padding(mean, parameter).to(parameter.device)
+            parameter.grad = unpadded(mean, parameter).to(parameter.device)
         try:
             outer.optimizer.step()
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -13,11 +13,10 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.elastic.managed import Managed
-from powersgd_triton.integrations.local_steps.local_tensors import kind
+from powersgd_triton.integrations.local_steps.local_tensors import kind, unpadded
 from powersgd_triton.integrations.local_steps.outer_state import OuterState, Tensors, logger
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 
-T = TypeVar("T")
 Every = int | Callable[[int], int]
 
 
@@ -119,30 +118,23 @@ class Rounds:
                     logger.warning("another shard of the model was not exchanged; the next exchange sends what changed")
         finally:
             if ended and pending.counts:
-                self._use(pending)
+                kept = self.errors(copy=False) if self.keep else {}
+                pending.apply(kept, self.keep)
+                if kept:
+                    forget(self._engine)
+                self._undo.begin()
             if ended:
                 self.pending, self._counted = None, pending.counts
             if ended and not pending.counts:
                 since, self.every = self._before
                 self.since += since
 
-    def _use(self, pending: PendingExchange) -> None:
-        """Update θ by what has arrived, and go on from it."""
-        kept = self.errors(copy=False) if self.keep else {}
-        pending.apply(kept, self.keep)
-        if kept:
-            forget(self._engine)
-        self._undo.begin()
-
     def errors(self, *, copy: bool = True) -> Tensors:
         """Return {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
         found, theta, local = errors(self._engine, copy=copy), self._outer.theta(), self._outer.local
-        return {name: local.without_padding(E.view(local.shapes[name]), theta[name]) for name, E in found.items()}
+        return {name: unpadded(E.view(local.shapes[name]), theta[name]) for name, E in found.items()}
 
     # What workers agree on. All of it is collective ------------------------------------------------------------------
-
-    def compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        return together(call, act, self._engine.communicator, self._outer.device)
 
     def most(self, number: int) -> int:
         """Return the greatest number of all workers."""
@@ -153,7 +145,8 @@ class Rounds:
 
     def catch_up(self, call: str) -> None:
         """Count as many steps as the worker that has taken most since the last exchange."""
-        self.compare(call, lambda: (None, {"steps before this round": self.steps - self.since}, {}))
+        facts = {"steps before this round": self.steps - self.since}
+        together(call, lambda: (None, facts, {}), self._engine.communicator, self._outer.device)
         ahead = self.most(self.steps) - self.steps
         self.steps, self.since = self.steps + ahead, self.since + ahead
 
@@ -202,12 +195,11 @@ class Quorums(Managed):
         """Find the workers of an exchange. Return the number of steps so far: a worker that heals has the others'."""
         self._steps = steps
         self._manager.start_quorum()
-        self._ready = self.begin()
         return self._steps
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
         """Begin an exchange. None if it cannot begin."""
-        pending = self.guarded(begin) if self._ready else None
+        pending = self.guarded(begin) if self.begin() else None
         if pending is None:
             self._manager.should_commit()
         return pending
@@ -248,9 +240,7 @@ class Quorums(Managed):
         values = {}
         for name, theta in outer.theta().items():
             theta.copy_(state["shared"][name])
-            values[name] = (
-                theta if fresh else theta - outer.local.without_padding(changes[name], theta).to(theta.device)
-            )
+            values[name] = theta if fresh else theta - unpadded(changes[name], theta).to(theta.device)
         outer.write(values)
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])

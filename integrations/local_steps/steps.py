@@ -18,15 +18,14 @@ from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.loading import adopt, checked, save, settle
-from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.core.facts import common_facts, replicated_facts
+from powersgd_triton.core.loading import save, settle
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors
 from powersgd_triton.integrations.local_steps.rounds import Quorums, Rounds, length
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
-from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
@@ -94,7 +93,6 @@ class LocalSteps(Handle):
             local = local_tensors(model, group)
             return (local, local.communicator(group, node_group)), {}, {}
 
-        # The other workers would wait for one that has refused its model.
         local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
 
         if manager is not None and (communicator.world_size > 1 or communicator.others):
@@ -211,18 +209,13 @@ class LocalSteps(Handle):
             return (saved, every), {"steps before the saved round": before, "every": every}, saved.facts()
 
         self._rounds.meet("load_state_dict")
-        saved, every = self._rounds.compare("load_state_dict", read)
+        saved, every = together("load_state_dict", read, self._communicator, self._outer.device)
         # A worker's own parts are of use only if all workers have theirs.
         own = not self._rounds.most(saved.worker != self._communicator.place)
-
-        def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            tensors, owner = sizes(self._engine.tensors(), self.config), self._communicator.place if own else None
-            loaded = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
-            return loaded, {}, saved_facts(loaded[0])
-
-        loaded, report = self._rounds.compare("load_state_dict", check)
+        owner = self._communicator.place if own else None
+        go_on = self._loading(saved.of_engine(own=own), strict=False, owner=owner)
         self.outer.load_state_dict(saved.outer)
-        report = adopt(self._engine, loaded, report)
+        report = go_on()
         self._outer.load(saved.parts, own=own)
         self._rounds.resume(saved.steps, saved.since, every)
         # Errors of quantized tensors are added to the next differences, as those of tensors without factors are.
