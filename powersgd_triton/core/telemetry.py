@@ -195,7 +195,7 @@ class _MeasuredStep:
         if not bucket.own:
             # All rows belong to other workers of the node, or nothing is compressed.
             return
-        matrices = bucket.matrices(gradients if bucket.M is None else bucket.buffers, bucket.own)
+        matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
         groups = zip(bucket.own, matrices, bucket.joined(bucket.product, bucket.own), strict=True)
         found = [part.sum(0) for group, M, (P, Q) in groups for part in _squares(M, P, Q).split(group.counts)]
         squares = torch.stack(found)

@@ -10,7 +10,7 @@ from powersgd_triton.kernels import table_device as tables
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factorize, sum_of_parts
 from powersgd_triton.kernels.launcher import run
-from powersgd_triton.kernels.random_device import WINDOW, in_window, random_values, stream_of, window_of
+from powersgd_triton.kernels.random_device import WINDOW, random_values, stream_of, window_of
 from powersgd_triton.kernels.table import FactorTable
 from powersgd_triton.kernels.table_device import (
     PROGRESS,
@@ -62,7 +62,9 @@ def panel_of_rows(
         if (tl.sum(dead.to(tl.int32), axis=0) > 0) & (done + 1 < PASSES):
             # The step's number is read here, since a launch that is replayed has the same arguments.
             stream = stream_of((tables.key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
-            some = (done == 0) | in_window(rows, tables.rows_of(records, matrix), stream)
+            everywhere = done == 0
+            window = window_of(tables.rows_of(records, matrix), stream)
+            some = everywhere | ((rows >= window) & (rows < window + WINDOW))
             direction = tl.where(some[:, None], random_values(within, stream), 0.0)
             value = tl.where(dead[None, :] & ok, direction.to(tl.float64), value)
     return value, within, ok

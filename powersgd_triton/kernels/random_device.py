@@ -25,15 +25,8 @@ def stream_of(key, step):
 
 
 @triton.jit
-def in_window(rows, n, stream):
-    """Which rows of n a direction has that replaces a column after the first pass; see ``WINDOW``."""
-    first = window_of(n, stream)
-    return (rows >= first) & (rows < first + WINDOW)
-
-
-@triton.jit
 def window_of(n, stream):
-    """The first of these rows, int32."""
+    """The first of the rows of n that such a direction has, int32."""
     return (stream % tl.maximum(n - (WINDOW - 1), 1).to(tl.uint32)).to(tl.int32)
 
 

@@ -153,16 +153,14 @@ class BucketTable:
         self.records = self._tensor(tables.MatrixRow, records)
         # A matrix's tiles are neighbours, and so are the programs that read the same factors.
         row_tiles = [
-            tables.TileRow(index, first, start, end, split)
+            tables.TileRow(index, first, *part)
             for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
-            for first in range(0, x.n, rows)
-            for start, end, split in parts(x.m, width)
+            for first, part in itertools.product(range(0, x.n, rows), parts(x.m, width))
         ]
         column_tiles = [
-            tables.TileRow(index, first, start, end, split)
+            tables.TileRow(index, first, *part)
             for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
-            for start, end, split in parts(x.n, height)
-            for first in range(0, x.m, columns)
+            for part, first in itertools.product(parts(x.n, height), range(0, x.m, columns))
         ]
         for tiles in (row_tiles, column_tiles):
             # The longest programs come first, so that short ones fill what these leave of the time.

@@ -12,11 +12,10 @@ from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
 from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.layout.codec import Decoding, Encoding
-from powersgd_triton.layout.matrices import flat_format
 from powersgd_triton.ops.backend import Backend, Workspace
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import note_infinite_reference
-from powersgd_triton.ops.host import apply_host, encode_host, library, reference
+from powersgd_triton.ops.host import apply_host, encode_host, library
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 
@@ -81,13 +80,11 @@ class DifferenceCodec(NamedTuple):
 def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> DifferenceCodec:
     """Return the functions for copies in ``dtype``."""
     if select_backend(config, device, {dtype})[0] == "torch":
-        encode, apply = (encode_host, apply_host) if device.type == "cpu" else reference(flat_format(config))
-        return DifferenceCodec(encode, apply, note_infinite_reference)
+        return DifferenceCodec(encode_host, apply_host, note_infinite_reference)
     # Imported here, because triton may not be installed.
     from powersgd_triton.kernels import differences, sparse
 
+    encode, apply = differences.encode_triton, differences.apply_triton
     if config.quantize == SPARSE:
-        return DifferenceCodec(
-            sparse.encode_sparse_triton, sparse.apply_sparse_triton, differences.note_infinite_triton
-        )
-    return DifferenceCodec(differences.encode_triton, differences.apply_triton, differences.note_infinite_triton)
+        encode, apply = sparse.encode_sparse_triton, sparse.apply_sparse_triton
+    return DifferenceCodec(encode, apply, differences.note_infinite_triton)

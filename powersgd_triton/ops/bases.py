@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.host import library
+from powersgd_triton.ops.host import fields, library
 from powersgd_triton.ops.orthogonalize import orthogonalize_reference
 
 LARGEST_GROWTH = 1e4
@@ -24,11 +24,7 @@ SURELY_ALIVE = 2.0**-18
 
 
 class _Factors(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("A", "out", "exact")),
-        *((name, ctypes.c_int64) for name in ("count", "n", "r")),
-        *((name, ctypes.c_double) for name in ("enough", "most")),
-    )
+    _fields_ = fields(void_p="A out exact", int64="count n r", double="enough most")
 
 
 def orthogonalize(

@@ -43,8 +43,8 @@ class Bucket:
         P_hat: Orthonormal left bases [B, n, r].
         basis: Orthonormal right bases [B, m, r], by which the next projection multiplies.
         P, Q: This worker's own products. P is empty in the standard algorithm.
-        M: Error buffers [rows, m] of each group of ``own``. None without error feedback.
-        buffers: The same by name.
+        M: Error buffers of each group of ``own``, as matrices. None without error feedback.
+        buffers: The same by name, [rows, m].
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
         applied: Scalar, 0 if the last step is not applied. None if M has no product to subtract, as after M ← G + E.
@@ -80,10 +80,8 @@ class Bucket:
         memory = self.message_P, self.message_Q, self.P_hat, self.basis, self.P, self.Q
         self._memory = {flat.untyped_storage().data_ptr() for flat in memory if len(flat)}
         self._made: dict[Hashable, list[Tensor]] = {}
-        self.M: list[list[Tensor]] | None = None
         self.buffers = errors or {}
-        if errors is not None:
-            self.M = [[errors[segment.name] for segment in group.segments] for group in self.own]
+        self.M = None if errors is None else self.matrices(errors, self.own)
         seeds = [torch.tensor([key for s in group.segments for key in keys(s, config)]) for group in layout.groups]
         if device.type not in ("cpu", "meta"):
             # So that the copies do not wait for the device.
@@ -149,20 +147,21 @@ class Bucket:
         device, compressed = self.message_P.device, self.layout.compressed
         whole = {s.name: torch.zeros(s.rows, s.m, dtype=dtype, device=device) for s in compressed}
         offsets = {segment.name: segment.offset for segment in compressed}
-        copies: list[list[Tensor]] = []
-        for group, errors in zip(self.own, self.M, strict=True):
-            firsts = [(piece.offset - offsets[piece.name]) // piece.m for piece in group.segments]
-            rows = [whole[piece.name][i : i + piece.rows] for piece, i in zip(group.segments, firsts, strict=True)]
-            copies.append([own.copy_(error) for own, error in zip(rows, errors, strict=True)])
+        copies: list[Matrices] = []
+        for group in self.own:
+            rows = [whole[p.name][(p.offset - offsets[p.name]) // p.m :][: p.rows] for p in group.segments]
+            for own, piece in zip(rows, group.segments, strict=True):
+                own.copy_(self.buffers[piece.name])
+            copies.append(together(rows, group.n, group.m))
         self._settle(copies, None if step.decides(self.applied) else self.applied)
         return whole
 
-    def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
+    def _settle(self, buffers: Sequence[Matrices], applied: Tensor | None) -> None:
         """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
         if applied is not None:
-            for errors, group, (P, Q) in zip(buffers, self.own, self.joined(self.product, self.own), strict=True):
-                subtract_product(together(errors, group.n, group.m), P, Q, applied)
-        for error in [error for errors in buffers for error in errors]:
+            for matrices, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
+                subtract_product(matrices, P, Q, applied)
+        for error in [error for matrices in buffers for error in matrices]:
             if applied is not None:
                 # Near the largest number, the difference may overflow although M and the factors are finite.
                 error.nan_to_num_(nan=0.0)

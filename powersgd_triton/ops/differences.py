@@ -42,7 +42,10 @@ def encode_reference(task: Encoding) -> None:
     for part, (target, base, out) in enumerate(task.messages()):
         spans = _spans(target, out, width, task.each or len(target), None if seed is None else PERIOD)
         copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
-        starts = [0] * len(spans) if seed is None else starts_of_spans(len(spans), part, seed).tolist()
+        starts = [0] * len(spans)
+        if seed is not None:
+            # Where the random numbers of each span begin.
+            starts = (mix(mix(torch.arange(len(spans)) + first_span(part)) ^ seed) % PERIOD).tolist()
         for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
             difference = own.float() if copy is None else own.float() - _finite(copy)
             if padding := len(codes) * width.blocks * BLOCK - len(own):
@@ -253,12 +256,6 @@ def _spans(
 
 
 # Random numbers of stochastic rounding: the same ones on all devices.
-
-
-def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
-    """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
-    starts: Tensor = mix(mix(torch.arange(spans) + first_span(part)) ^ seed) % PERIOD
-    return starts
 
 
 def first_span(part: int) -> int:

@@ -21,16 +21,12 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.host import library
+from powersgd_triton.ops.host import fields, library
 from powersgd_triton.ops.orthogonalize import random_directions
 
 
 class _Bases(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("bases", "keys")),
-        *((name, ctypes.c_int64) for name in ("count", "m", "r", "every", "step", "other")),
-        *((name, ctypes.c_double) for name in ("carry", "least")),
-    )
+    _fields_ = fields(void_p="bases keys", int64="count m r every step other", double="carry least")
 
 
 def explores(config: PowerSGDConfig, repetition: int) -> bool:

@@ -8,8 +8,9 @@ import functools
 import itertools
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,21 +37,21 @@ _spare: dict[int, list[mmap.mmap]] = {}
 """{bytes: free memory}. The system may take its pages. Any thread, or the collector, frees: use atomic operations."""
 
 
+def fields(**names: str) -> Sequence[tuple[str, Any]]:
+    """Return the fields of a structure in C, from {type: their names}, in the order in which they lie in memory."""
+    return [(name, getattr(ctypes, f"c_{kind}")) for kind, several in names.items() for name in several.split()]
+
+
 class _Encoding(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("target", "base", "term", "other", "content")),
-        *((name, ctypes.c_int64) for name in ("numel", "codes")),
-        *((name, ctypes.c_uint32) for name in ("seed", "span")),
-        *((name, ctypes.c_int32) for name in ("random", "format", "subtract", "kept")),
-    )
+    _fields_ = fields(
+        void_p="target base term other content", int64="numel codes", uint32="seed span",
+        int32="random format subtract kept",
+    )  # fmt: skip
 
 
 class _Decoding(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "content")),
-        *((name, ctypes.c_int64) for name in ("numel", "codes", "size", "messages")),
-        ("weight", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("format", "fresh", "kept")),
+    _fields_ = fields(
+        void_p="out content", int64="numel codes size messages", float="weight", int32="format fresh kept"
     )
 
 
@@ -82,11 +83,11 @@ def _openmp() -> list[str]:
 
 
 def encode_host(task: Encoding) -> None:
-    """out ← scales and codes of target − base, with the bits of ``encode_reference``."""
+    """out ← scales and codes of target − base, with the bits of the reference, which does what the library does not."""
     target, base, width, out, subtract, each, seed, terms = task
     code = library()
     if code is None or not all(_can_read(x, width) for x in (target, base, *(terms or ())) if x is not None):
-        reference(width)[0](task)
+        (encode_sparse_reference if width.name == "sparse" else encode_reference)(task)
         return
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
@@ -102,11 +103,11 @@ def encode_host(task: Encoding) -> None:
 
 
 def apply_host(task: Decoding) -> None:
-    """base ← base + codes · (scales · weight), with the bits of ``apply_reference``."""
+    """base ← base + codes · (scales · weight), with the bits of the reference; see ``encode_host``."""
     _, width, base, weight, each, fresh = task
     code = library()
     if code is None or not _can_read(base[:1], width):
-        reference(width)[1](task)
+        (apply_sparse_reference if width.name == "sparse" else apply_reference)(task)
         return
     codes, _ = width.difference_bytes(each or base.shape[1])
     for row, messages in task.rows():
@@ -148,19 +149,10 @@ def _free(pages: mmap.mmap) -> None:
         _spare.setdefault(len(pages), []).append(pages)
 
 
-def reference(
-    width: WireFormat | SparseFormat | None,
-) -> tuple[Callable[[Encoding], None], Callable[[Decoding], None]]:
-    """Return what encodes and applies messages of a format in torch."""
-    if isinstance(width, SparseFormat):
-        return encode_sparse_reference, apply_sparse_reference
-    return encode_reference, apply_reference
-
-
 def _form(width: WireFormat | SparseFormat) -> tuple[str, int, int]:
     return ("_sparse", 0, width.kept) if isinstance(width, SparseFormat) else ("", FORMATS.index(width.name), 0)
 
 
 def _can_read(x: Tensor, width: WireFormat | SparseFormat) -> bool:
     """Return whether the library takes a tensor and a format."""
-    return width.name in (*FORMATS, "sparse") and x.dtype == torch.float32 and x.stride(-1) == 1
+    return width.name in (*FORMATS, "sparse") and x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1

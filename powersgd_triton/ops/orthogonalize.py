@@ -22,6 +22,10 @@ def orthogonalize_reference(
     Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
     span contains A's columns up to what is dead. A non-finite A gives a finite result.
 
+    Householder QR is orthonormal for any finite matrix (Higham: "Accuracy and Stability of Numerical Algorithms",
+    theorem 19.4). If that is not so after all, the columns concerned are zero. Then nothing of them is sent, and the
+    error keeps it.
+
     Args:
         A, out: [B, n, r] with r ≤ n, A in fp32 or fp64. They may be the same.
         keys: [B] int64, a number for each matrix.
@@ -30,22 +34,13 @@ def orthogonalize_reference(
 
     Return the number of columns that are zero since they would not be orthonormal, an int64 scalar.
     """
-    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
-    out.copy_(basis)
-    return zeroed
-
-
-def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q with X = Q R, for X [B, n, r] in fp64 and R with a positive diagonal, and how many of its columns are 0.
-
-    Q is orthonormal for any finite X (Higham: "Accuracy and Stability of Numerical Algorithms", theorem 19.4). If that
-    is not so after all, the columns concerned are zero. Then nothing of them is sent, and the error keeps it.
-    """
-    Q, R = torch.linalg.qr(X)
+    Q, R = torch.linalg.qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
+    # The diagonal of R is to be positive.
     Q = torch.where(R.diagonal(dim1=-2, dim2=-1).unsqueeze(1) < 0, -Q, Q)
     identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
     orthonormal = (torch.bmm(Q.mT, Q) - identity).abs().amax(dim=1) <= ORTHONORMAL
-    return torch.where(orthonormal.unsqueeze(1), Q, 0), (~orthonormal).sum()
+    out.copy_(torch.where(orthonormal.unsqueeze(1), Q, 0))
+    return (~orthonormal).sum()
 
 
 def replace_dead_columns(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0) -> Tensor:
@@ -99,10 +94,8 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
     They are a function of (key, step, row, column) on any device: no generator's state changes, and all workers draw
     the same.
     """
-    if columns is None:
-        counter = torch.arange(n * r, device=keys.device).view(1, n, r)
-    else:
-        counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
+    columns = torch.arange(r, device=keys.device) if columns is None else columns
+    counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
     salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
     if keys.device.type == "cpu" and isinstance(salt, int):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops.blocks import Matrices, blocks, dtypes_of, load, part, store
-from powersgd_triton.ops.host import library
+from powersgd_triton.ops.host import fields, library
 from powersgd_triton.ops.reference import (
     Pending,
     backproject_reference,
@@ -35,12 +35,7 @@ FEW = 8
 
 
 class _Stage(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("G", "M", "left", "right", "basis", "out")),
-        *((name, ctypes.c_int64) for name in ("count", "n", "m", "k", "r")),
-        ("growth", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-    )
+    _fields_ = fields(void_p="G M left right basis out", int64="count n m k r", float="growth", int32="kind")
 
 
 def compensate_project(
@@ -73,11 +68,12 @@ def compensate_backproject(
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
     stages, rest = _Stages(), list[tuple[Matrices, Matrices, Tensor, Tensor | None, Tensor]]()
     for g, m, product, basis, Q in zip(G, M, pending, P, out, strict=True):
-        product, rows = _pending(m, product, basis), basis.new_empty(*basis.shape[:2], 1)
         if m is None:
             rest.append((g, g, basis, None, Q))
+            continue
+        product, rows = _pending(m, product, basis), basis.new_empty(*basis.shape[:2], 1)
         # A product by zeros says which rows of G are not finite.
-        elif _way(basis) > 0 and stages.compensate(g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
+        if _way(basis) > 0 and stages.compensate(g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
             rest.append((g, m, basis, rows, Q))
         else:
             compensate_backproject_reference(g, m, product, basis, growth=growth, out=Q)

@@ -185,10 +185,8 @@ def rollback_reference(G: Matrices, M: Matrices, finite: Tensor) -> None:
     largest = largest_error(dtype)
     for members, rows in blocks(M, dtype):
         kept = load(M, members, rows, dtype_of(M))
-        rest = _finite_part(kept.to(dtype) - _finite_part(load(G, members, rows, dtype_of(G)))).clamp_(
-            -largest, largest
-        )
-        store(torch.where(finite > 0, kept, rest), M, members, rows)
+        rest = _finite_part(kept.to(dtype) - _finite_part(load(G, members, rows, dtype_of(G))))
+        store(torch.where(finite > 0, kept, rest.clamp_(-largest, largest)), M, members, rows)
 
 
 def largest_error(dtype: torch.dtype) -> float:

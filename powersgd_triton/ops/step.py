@@ -117,10 +117,10 @@ class Step:
         """
         if self._scalars is not None and not captured:
             self._scalars[1].zero_()
-        kept = self.keys, self.last, self.uneven, self._scalars
-        self.forget()
-        if stays_open:
-            self.keys, self.last, self.uneven, self._scalars = kept
+        if not stays_open:
+            self.forget()
+        elif self.loss_scale is not None:
+            self.loss_scale.forget()
 
     def end(self) -> None:
         """Close the step and count it."""

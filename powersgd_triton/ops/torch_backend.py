@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +15,7 @@ from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore, explores
 from powersgd_triton.ops.orthogonalize import random_directions
-from powersgd_triton.ops.products import backproject, compensate_backproject, compensate_project, reconstruct
+from powersgd_triton.ops.products import compensate_backproject, compensate_project, reconstruct
 from powersgd_triton.ops.reference import Pending, may_overflow, maybe, note_overflow, on_host, rollback_reference
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import TorchWire, Wire
@@ -46,24 +45,20 @@ class TorchBackend:
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
         # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
         own = self.bucket.P if self._alternating else None
-        self._multiply(gradients, step, repetition, self.bucket.message_P if own is None else own, left=False)
+        out = self.bucket.message_P if own is None else own
+        self._multiply(gradients, step, out, left=False, first=repetition == 0)
         return self._send(gradients, own, left=True, first=repetition == 0)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        bucket, sent = self.bucket, self._sent
-        if self._alternating:
-            self._multiply(gradients, step, repetition, bucket.Q, left=True)
-            return self._send(gradients, bucket.Q, left=False, first=repetition == 0)
-        assert sent is not None
-        self._look_at(sent.content, first=repetition == 0)
-        if repetition == 0:
-            self._bypass.div_(step.workers)
-        _orthogonalize(bucket, bucket.message_P, step, left=True, out=bucket.P_hat)
-        # The projection has compensated M already.
-        bases, out = self._bases_and_results(bucket.Q, left=True)
-        backproject(self._matrices(gradients), bases, out=out)
-        self._leave_out(bases, out, left=True)
-        return self._send(gradients, bucket.Q, left=False, first=False)
+        bucket, sent, first = self.bucket, self._sent, self._alternating and repetition == 0
+        if not self._alternating:
+            assert sent is not None
+            self._look_at(sent.content, first=repetition == 0)
+            if repetition == 0:
+                self._bypass.div_(step.workers)
+            _orthogonalize(bucket, bucket.message_P, step, left=True, out=bucket.P_hat)
+        self._multiply(gradients, step, bucket.Q, left=True, first=first)
+        return self._send(gradients, bucket.Q, left=False, first=first)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
         bucket, sent = self.bucket, self._sent
@@ -126,57 +121,36 @@ class TorchBackend:
     def wire(self, plan: WirePlan) -> Wire:
         return TorchWire(plan, self.bucket.message_P.dtype, self.bucket.message_P.device)
 
-    def _matrices(self, gradients: Mapping[str, Tensor]) -> Sequence[Matrices]:
-        """Return M, which is G without error feedback."""
-        return self.bucket.matrices(gradients, self.bucket.own) if self._M is None else self._M
-
-    @functools.cached_property
-    def _M(self) -> Sequence[Matrices] | None:
-        """The error buffers, of which a group's usually lie together."""
-        return self.bucket.M and self.bucket.matrices(self.bucket.buffers, self.bucket.own)
-
-    def _bases_and_results(self, factors: Tensor, *, left: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the bases by which this worker's rows are multiplied, and views of ``factors`` for the products.
-
-        Rows that other workers of this node multiply become zero.
-        """
-        bucket, numel = self.bucket, self.bucket.layout.q_numel if left else self.bucket.layout.p_numel
-        if bucket.shared:
-            factors[:numel].zero_()
-        if left:
-            return bucket.left(bucket.P_hat, bucket.own), bucket.right(factors, bucket.own)
-        return bucket.right(bucket.basis, bucket.own), bucket.left(factors, bucket.own)
-
     def _multiply(
-        self, gradients: Mapping[str, Tensor], step: Step, repetition: int, factors: Tensor, *, left: bool
+        self, gradients: Mapping[str, Tensor], step: Step, factors: Tensor, *, left: bool, first: bool
     ) -> None:
-        """Compute (M − product) · basis, or with the transpose. The first product of a step compensates M."""
-        bucket, (bases, out) = self.bucket, self._bases_and_results(factors, left=left)
+        """Compute (M − product) · basis, or with the transpose, of this worker's rows. Those of others become zero.
+
+        The ``first`` product of a step compensates M. M is G without error feedback.
+        """
+        bucket, layout, own = self.bucket, self.bucket.layout, self.bucket.own
+        if bucket.shared:
+            factors[: layout.q_numel if left else layout.p_numel].zero_()
+        bases = bucket.left(bucket.P_hat, own) if left else bucket.right(bucket.basis, own)
+        out = bucket.right(factors, own) if left else bucket.left(factors, own)
+        nothing = [None] * len(own)
+        M: Sequence[Matrices | None] = nothing
+        pending: Sequence[Pending | None] = nothing
+        growth = None
+        if first:
+            self._product, self._average, self._means = [], [], []
+            growth, applied = bucket.rescale(step), bucket.applied
+            M = bucket.M or nothing
+            if bucket.product and applied is not None and maybe(applied):
+                known = on_host(applied) or applied
+                pending = [(P, Q, known) for P, Q in bucket.joined(bucket.product, own)]
+        G = bucket.matrices(gradients, own) if first or bucket.M is None else bucket.M
         compensate: Callable[..., None] = compensate_backproject if left else compensate_project
-        if repetition > 0:
-            # The first product of this step has compensated M already.
-            matrices = self._matrices(gradients)
-            nothing = [None] * len(matrices)
-            compensate(matrices, nothing, nothing, bases, out=out)
-            self._leave_out(bases, out, left=left)
-            return
-        self._product, self._average, self._means = [], [], []
-        growth = bucket.rescale(step)
-        G = bucket.matrices(gradients, bucket.own)
-        M: Sequence[Matrices | None] = [None] * len(G) if self._M is None else self._M
-        pending: Sequence[Pending | None] = [None] * len(G)
-        applied = bucket.applied
-        if bucket.product and applied is not None and maybe(applied):
-            known = on_host(applied) or applied
-            pending = [(P, Q, known) for P, Q in bucket.joined(bucket.product, bucket.own)]
         compensate(G, M, pending, bases, growth=growth, out=out)
         bucket.applied = None
-
-    def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
-        """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
-        for (P, Q), basis, result in zip(self.bucket.joined(self._product, self.bucket.own), bases, out, strict=False):
-            first, second = (Q, P) if left else (P, Q)
-            add_product(result, first, product(second.mT, basis), alpha=-1)
+        # What this step has already sent.
+        for (P, Q), basis, result in zip(bucket.joined(self._product, own), bases, out, strict=False):
+            add_product(result, Q if left else P, product((P if left else Q).mT, basis), alpha=-1)
 
     def _send(self, gradients: Mapping[str, Tensor], own: Tensor | None, *, left: bool, first: bool) -> Message:
         """Return a message with factors. A step's first message has the bypass tensors too."""
@@ -193,7 +167,11 @@ class TorchBackend:
 
     def _look_at(self, message: Tensor, *, first: bool) -> None:
         """Note whether a summed message is finite. The first message of a step resets the result."""
-        finite = _all_finite(message)
+        if on_host(message):
+            # A sum is the cheapest check. All elements decide if it is not finite.
+            finite: bool | Tensor = math.isfinite(message.sum().item()) or bool(message.isfinite().all())
+        else:
+            finite = message.isfinite().all()
         self._finite = finite if first else self._finite & finite
 
     def _finish(self, gradients: Mapping[str, Tensor], step: Step) -> None:
@@ -202,8 +180,8 @@ class TorchBackend:
         if self._finite is not True:
             finite = torch.as_tensor(self._finite, device=verdict.device)
             verdict.mul_(finite)
-            if self._M is not None:
-                for G, M in zip(bucket.matrices(gradients, bucket.own), self._M, strict=True):
+            if bucket.M is not None:
+                for G, M in zip(bucket.matrices(gradients, bucket.own), bucket.M, strict=True):
                     rollback_reference(G, M, finite)
             for mean in self._means:
                 mean.masked_fill_(~finite, math.nan)
@@ -250,10 +228,3 @@ def _number(bucket: Bucket, step: Step) -> int | Tensor:
     """Return the step's number. On a device it is a scalar there, since a captured step is replayed."""
     device = bucket.message_P.device
     return step.iteration if device.type == "cpu" else step.number(device)
-
-
-def _all_finite(message: Tensor) -> bool | Tensor:
-    """Return a bool, or a scalar on a device. A sum is the cheapest check. All elements decide if it is not finite."""
-    if not on_host(message):
-        return message.isfinite().all()
-    return math.isfinite(message.sum().item()) or bool(message.isfinite().all())

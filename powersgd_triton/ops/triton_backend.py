@@ -73,8 +73,9 @@ class TritonBackend:
         self._same = torch.ones((), device=device)
         # Sums of the factors Q, P in the messages.
         self._means = bucket.message_Q[: layout.q_numel], bucket.message_P[: layout.p_numel]
-        errors, self._M = [M for group in bucket.M or [] for M in group], None
-        if errors:
+        self._M: Pointers | None = None
+        if bucket.M:
+            errors = [bucket.buffers[piece.name] for group in bucket.own for piece in group.segments]
             M = self._own.pointers(errors, bypass=False)
             # Another object than that of gradients which lie in the same way; see ``Launches``.
             self._M = M._replace(distances=M.distances.view(1, -1))
@@ -87,29 +88,24 @@ class TritonBackend:
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
         bucket, table, launches = self.bucket, self._own, self._launches
         own = bucket.P if self._alternating else None
-        G, M = self._locate(gradients)
         self._clear(bucket.message_P, own)
-        pending, growth = self._pending(step)
 
-        def launch() -> None:
+        def launch(G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor) -> None:
             parts = self._get("parts", table.p_parts_numel)
             compensate_project_triton(
                 table, G, M, pending, growth, bucket.basis, launches.compensate_project, out=parts
             )
             pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
 
-        self._repeat("project", launch, pending[:2], pending[2], growth)
-        bucket.applied = None
+        self._compensate("project", launch, gradients, step)
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
         bucket, table, launches = self.bucket, self._own, self._launches
         self._clear(bucket.message_Q, bucket.Q)
         if self._alternating:
-            G, M = self._locate(gradients)
-            pending, growth = self._pending(step)
 
-            def launch() -> None:
+            def compensate(G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor) -> None:
                 parts = self._get("parts", table.q_parts_numel)
                 compensate_backproject_triton(
                     table, G, M, pending, growth, bucket.P_hat,
@@ -117,8 +113,7 @@ class TritonBackend:
                 )  # fmt: skip
                 pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
 
-            self._repeat("backproject", launch, pending[:2], pending[2], growth)
-            bucket.applied = None
+            self._compensate("backproject", compensate, gradients, step)
         else:
             G, M = self._places
             number = step.number(self._device)
@@ -188,21 +183,18 @@ class TritonBackend:
 
     def _table_of(self, places: Mapping[str, tuple[int, int]]) -> tuple[BucketTable, dict[str, list[int]]]:
         """Return the table of parts of the averages, and {name: elements of each of its matrices}, in their order."""
-        whole, matrices, bypass, sizes = self._table, [], [], {}
+        whole, matrices, bypass, sizes = self._table, [], [], dict[str, list[int]]()
         waiting = iter(whole.matrices)
         for name, count in zip(self._names, whole.counts, strict=False):
-            batch, (start, numel) = list(itertools.islice(waiting, count)), places.get(name, (0, 0))
-            each = batch[0].n * batch[0].m
-            spans = [(max(0, start - i * each), min(each, start + numel - i * each)) for i in range(count)]
-            within = [
-                part
-                for matrix, (low, high) in zip(batch, spans, strict=True)
-                if low < high
-                for part in matrix.within(low, high)
-            ]
-            if within:
-                sizes[name] = [part.n * part.m for part in within]
-                matrices += within
+            start, numel = places.get(name, (0, 0))
+            for matrix in itertools.islice(waiting, count):
+                each = matrix.n * matrix.m
+                if max(0, start) < min(each, start + numel):
+                    within = matrix.within(max(0, start), min(each, start + numel))
+                    sizes[name] = [*sizes.get(name, []), *(part.n * part.m for part in within)]
+                    matrices += within
+                # From the next matrix on.
+                start -= each
         for name, (_, of_P, of_Q) in zip(self._names[len(whole.counts) :], whole.bypass, strict=True):
             if name in places:
                 start, numel = places[name]
@@ -239,13 +231,18 @@ class TritonBackend:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
         return TritonWire(plan, self._launches.wire, self._rank, self._device)
 
-    def _pending(self, step: Step) -> tuple[Pending, Tensor]:
-        """Return the product pending in M, and the factor by which to multiply M."""
-        bucket, growth = self.bucket, self.bucket.rescale(step)
+    def _compensate(self, stage: str, launch: Callable[..., None], gradients: Mapping[str, Tensor], step: Step) -> None:
+        """Find where G (with the bypass tensors) and M are, and launch(G, M, pending product, growth of M)."""
+        bucket = self.bucket
+        # First, since it fails if the kernels do not take the gradients.
+        self._places = G, M = self._own.pointers([gradients[name] for name in self._own_names]), self._M
+        growth = bucket.rescale(step)
         growth = self._same if growth is None else growth
-        if bucket.applied is None:
-            return (bucket.P_hat, bucket.Q, self._never), growth
-        return (*bucket.product[0], bucket.applied), growth
+        pending: Pending = (bucket.P_hat, bucket.Q, self._never)
+        if bucket.applied is not None:
+            pending = (*bucket.product[0], bucket.applied)
+        self._repeat(stage, lambda: launch(G, M, pending, growth), pending[:2], pending[2], growth)
+        bucket.applied = None
 
     def _repeat(
         self, stage: str, launch: Callable[[], None], fixed: tuple[Any, ...], *moving: Tensor, places: Any = None
@@ -267,11 +264,6 @@ class TritonBackend:
             factors, A, rank, number, self.bucket.config.orthogonalization_epsilon,
             self._launches.gram, launch, X=X, grams=grams, finite=self._finite, out=out,
         )  # fmt: skip
-
-    def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
-        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are."""
-        self._places = self._own.pointers([gradients[name] for name in self._own_names]), self._M
-        return self._places
 
     def _clear(self, *factors: Tensor | None) -> None:
         """Set factors to zero if other workers of this node multiply some of their rows."""

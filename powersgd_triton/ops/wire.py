@@ -39,29 +39,28 @@ class TorchWire:
         self.plan = plan
         self._codecs = [FactorCodec(chunk, plan.width) for chunk in plan.chunks]
         # The CPU takes longer to get new memory than for the operations on it.
-        numel = max(map(_numel, plan.chunks), default=0)
+        numel = max((codec.numel for codec in self._codecs), default=0)
         self._total, self._rounded = torch.empty(2, numel, dtype=dtype, device=device)
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
         for chunk, codec, content in zip(self.plan.chunks, self._codecs, out, strict=True):
             self._exact(content, chunk).copy_(message[chunk.bypass : chunk.bypass + chunk.bypass_numel])
-            factors = _factors(chunk)
-            codec.encode(message[factors], content=content, rounded=None if own is None else own[factors])
+            codec.encode(message[codec.place], content=content, rounded=None if own is None else own[codec.place])
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
         chunk, codec = self.plan.chunks[worker], self._codecs[worker]
-        total, rounded = self._total[: _numel(chunk)], self._rounded[: _numel(chunk)]
+        total, rounded = self._total[: codec.numel], self._rounded[: codec.numel]
         self._sum_exact(received, chunk, out=self._exact(out, chunk))
         codec.sum(received, out=total)
         codec.encode(total, content=out, rounded=None if own is None else rounded)
         if own is not None:
-            own[_factors(chunk)].sub_(total.sub_(rounded))
+            own[codec.place].sub_(total.sub_(rounded))
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
         messages = gathered.view(-1, len(self.plan.chunks), gathered.shape[-1])
         for chunk, codec, contents in zip(self.plan.chunks, self._codecs, messages.unbind(1), strict=True):
             self._sum_exact(contents, chunk, out=out[chunk.bypass : chunk.bypass + chunk.bypass_numel])
-            codec.sum(contents, out=out[_factors(chunk)])
+            codec.sum(contents, out=out[codec.place])
 
     def _sum_exact(self, contents: Tensor, chunk: Chunk, *, out: Tensor) -> None:
         """Write 0 + the exact elements of the first worker + those of the second one …, in this order."""
@@ -71,13 +70,3 @@ class TorchWire:
 
     def _exact(self, content: Tensor, chunk: Chunk) -> Tensor:
         return content[: chunk.bypass_numel * self._total.itemsize].view(self._total.dtype)
-
-
-def _factors(chunk: Chunk) -> slice:
-    """Return where a chunk's factors lie in the message. Its pieces are adjacent."""
-    first = chunk.pieces[0].element if chunk.pieces else 0
-    return slice(first, first + _numel(chunk))
-
-
-def _numel(chunk: Chunk) -> int:
-    return sum(piece.numel for piece in chunk.pieces)
