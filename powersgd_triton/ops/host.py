@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 import mmap
+import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def _openmp() -> list[str]:
     """Return the files of OpenMP that this process has loaded: torch's first, then those of other packages."""
     with contextlib.suppress(OSError):
         loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-        return sorted((file for file in loaded if "gomp" in Path(file).name), key=lambda file: "/torch" not in file)
+        found = (file for file in loaded if re.match("lib[gi]?omp", Path(file).name))
+        return sorted(found, key=lambda file: "/torch" not in file)
     return []
 
 
