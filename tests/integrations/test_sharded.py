@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
@@ -28,11 +25,9 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import tensor_parallel
 from tests.support.balance import Ledger, check_close
-from tests.support.checks import same_bits
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
-    RATE,
     Net,
     backward,
     batch,
@@ -114,57 +109,6 @@ def made_equal(worker: int, world_size: int) -> None:
     register_fsdp_forward_method(bypassing, "predict")
     loss = bypassing.predict(batch(0, 0)[0]).sum()
     assert "RuntimeError: replicas were not made equal" in complaint(loss.backward)
-
-
-def by_turns(worker: int, world_size: int) -> None:
-    """A backward pass that begins with a unit that the last one did not use has its own verdict and loss scale."""
-    plain, name, scale = Net(), "sometimes.weight", torch.ones(())
-    loss_of(plain, batch(worker, 0)).backward()
-    expected = means({name: plain.sometimes.weight.grad})[name]  # type: ignore[dict-item]
-    for wrapper, mesh in ((FSDP1, None), (FSDP2, full_mesh(world_size)), (HSDP, hybrid_mesh(2, 2))):
-        net, options = Net(), dict[str, Any]()
-        if mesh is None:
-            options["auto_wrap_policy"] = CustomPolicy(functools.partial(operator.is_, net.sometimes))
-        else:
-            fully_shard(net.sometimes, mesh=mesh)
-        made = wrapper(net, RANK_2, **options)
-        made.state.attach(lambda: scale)
-        scale.fill_(1)
-        net.use, net.inject = False, functools.partial(torch.mul, math.nan)
-        backward(made.module, worker)
-        scale.fill_(4)
-        net.use, net.inject = True, None
-        made.module.zero_grad()
-        (4 * loss_of(made.module, batch(worker, 0))).backward()
-        before = made.parameters()
-        made.update()
-        averages = {key: (value - made.parameters()[key]) / RATE / 4 for key, value in before.items()}
-        assert made.mean_error()[name].any()
-        assert relative(averages[name] + made.mean_error()[name], expected) < 1e-5, wrapper
-
-
-def by_themselves(worker: int, world_size: int) -> None:
-    """A step of one part of a container does not undo one of both, in which activation checkpointing runs forward."""
-
-    def errors(*scales: float) -> dict[str, Tensor]:
-        parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2))
-        for part in parts:
-            for layer in (*part.children(), part):
-                fully_shard(layer, mesh=full_mesh(world_size))
-        state = apply_powersgd(parts, RANK_2)
-        for step, scale in enumerate(scales):
-            values = torch.ones(8, 24, requires_grad=True) * torch.arange(worker, worker + 24)
-            for part in parts[step:]:
-                values = checkpoint(part, values, use_reentrant=False)
-            (scale * values.square().sum()).backward()
-            assert state.iteration == step + 1
-        return {name: error for name, error in means(state.error()).items() if name.startswith("0.")}
-
-    torch.manual_seed(0)
-    before = errors(1)
-    torch.manual_seed(0)
-    assert same_bits(errors(1, math.nan), before)
-    assert any(error.any() for error in before.values())
 
 
 def with_unused(worker: int, world_size: int) -> None:
@@ -303,8 +247,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-CASES = (unequal_replicas, made_equal, by_turns, by_themselves, unfrozen, with_unused, wrong_use)
-OTHERS = {case.__name__: case for case in CASES}
+OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, unfrozen, with_unused, wrong_use)}
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 

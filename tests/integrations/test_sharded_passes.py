@@ -1,0 +1,82 @@
+"""Backward passes of FSDP that use other parts of a model by turns: each is a step of its own."""
+
+import functools
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import checkpoint
+
+from powersgd_triton.integrations.fsdp2 import apply_powersgd
+from tests.support.checks import same_bits
+from tests.support.sharded_training import (
+    RANK_2,
+    RATE,
+    Net,
+    backward,
+    batch,
+    full_mesh,
+    hybrid_mesh,
+    loss_of,
+    make_test,
+)
+from tests.support.training import relative
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, means
+
+
+def by_turns(worker: int, world_size: int) -> None:
+    """A backward pass that begins with a unit that the last one did not use has its own verdict and loss scale."""
+    plain, name, scale = Net(), "sometimes.weight", torch.ones(())
+    loss_of(plain, batch(worker, 0)).backward()
+    expected = means({name: plain.sometimes.weight.grad})[name]  # type: ignore[dict-item]
+    for wrapper, mesh in ((FSDP1, None), (FSDP2, full_mesh(world_size)), (HSDP, hybrid_mesh(2, 2))):
+        net, options = Net(), dict[str, Any]()
+        if mesh is None:
+            options["auto_wrap_policy"] = CustomPolicy(functools.partial(operator.is_, net.sometimes))
+        else:
+            fully_shard(net.sometimes, mesh=mesh)
+        made = wrapper(net, RANK_2, **options)
+        made.state.attach(lambda: scale)
+        scale.fill_(1)
+        net.use, net.inject = False, functools.partial(torch.mul, math.nan)
+        backward(made.module, worker)
+        scale.fill_(4)
+        net.use, net.inject = True, None
+        made.module.zero_grad()
+        (4 * loss_of(made.module, batch(worker, 0))).backward()
+        before = made.parameters()
+        made.update()
+        averages = {key: (value - made.parameters()[key]) / RATE / 4 for key, value in before.items()}
+        assert made.mean_error()[name].any()
+        assert relative(averages[name] + made.mean_error()[name], expected) < 1e-5, wrapper
+
+
+def by_themselves(worker: int, world_size: int) -> None:
+    """A step of one part of a container does not undo one of both, in which activation checkpointing runs forward."""
+
+    def errors(*scales: float) -> dict[str, Tensor]:
+        parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2))
+        for part in parts:
+            for layer in (*part.children(), part):
+                fully_shard(layer, mesh=full_mesh(world_size))
+        state = apply_powersgd(parts, RANK_2)
+        for step, scale in enumerate(scales):
+            values = torch.ones(8, 24, requires_grad=True) * torch.arange(worker, worker + 24)
+            for part in parts[step:]:
+                values = checkpoint(part, values, use_reentrant=False)
+            (scale * values.square().sum()).backward()
+            assert state.iteration == step + 1
+        return {name: error for name, error in means(state.error()).items() if name.startswith("0.")}
+
+    torch.manual_seed(0)
+    before = errors(1)
+    torch.manual_seed(0)
+    assert same_bits(errors(1, math.nan), before)
+    assert any(error.any() for error in before.values())
+
+
+test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves)}, 4)
