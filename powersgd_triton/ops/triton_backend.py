@@ -191,7 +191,7 @@ class TritonBackend:
                 each = matrix.n * matrix.m
                 if max(0, start) < min(each, start + numel):
                     within = matrix.within(max(0, start), min(each, start + numel))
-                    sizes[name] = [*sizes.get(name, []), *(part.n * part.m for part in within)]
+                    sizes.setdefault(name, []).extend(part.n * part.m for part in within)
                     matrices += within
                 # From the next matrix on.
                 start -= each

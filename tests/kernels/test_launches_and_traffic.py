@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.scheme import FlatAverage
-from powersgd_triton.kernels import table
+from powersgd_triton.kernels import explore, gram, table
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
@@ -246,9 +248,28 @@ def averages() -> list[Tensor]:
     return [tensor for seed in range(2) for tensor in step(compressor, gradients(seed, SHAPES)).values()]
 
 
+def same_in_random_order(seed: int, expected: Sequence[Tensor]) -> bool:
+    with random_order(seed):
+        return all(map(torch.equal, averages(), expected))
+
+
 def test_same_bits_in_any_order():
     """Of a launch's programs. In the interpreter's own, and in two that are random."""
     expected = averages()
-    for seed in range(2):
-        with random_order(seed):
-            assert all(map(torch.equal, averages(), expected))
+    assert all(same_in_random_order(seed, expected) for seed in range(2))
+
+
+@triton.jit
+def arrives_by_number(counter, expected):
+    """A mistake: the program with the largest number need not be the last one."""
+    return tl.program_id(0) == tl.num_programs(0) - 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_relies_on_the_order_is_found():
+    expected = averages()
+    with (
+        mock.patch.object(explore, "arrives_last", arrives_by_number),
+        mock.patch.object(gram, "arrives_last", arrives_by_number),
+    ):
+        assert not all(same_in_random_order(seed, expected) for seed in range(2))

@@ -26,9 +26,11 @@ from tests.support.local_steps import (
     InFSDP2,
     Net,
     Training,
+    flat,
     mean,
     model,
     owed,
+    same_bits,
     theta,
 )
 from tests.support.training import complaint
@@ -118,6 +120,7 @@ def refuses_later(worker: int, _world_size: int, delay: int) -> None:
         training.train(delay)
         training.check()
     training.finish()
+    assert same_bits(flat(training.net))
 
 
 def refuses_between_fragments(worker: int, _world_size: int) -> None:
