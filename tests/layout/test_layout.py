@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.layout.matrices import Size, compressed_rank, matrix_size
+from powersgd_triton.layout.matrices import Size, compressed_rank, matrix_size, products
 
 Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=12)
@@ -89,3 +89,8 @@ def test_groups_and_names():
     layout = Layout.build({"w": (64, 64), "b": (64,)}, PowerSGDConfig(), compress=False)
     assert layout.compressed == ()
     assert layout.sent_numel(PowerSGDConfig(), 0) == layout.numel == 64 * 64 + 64
+
+
+def test_products_take_turns_from_the_first_compressed_step_on() -> None:
+    config = PowerSGDConfig(algorithm="alternating", start_iter=3)
+    assert [products(config, iteration, 0) for iteration in (3, 4, 5)] == [(False, True), (True, False), (False, True)]
