@@ -17,6 +17,7 @@ from powersgd_triton.core.loading import adopt
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.elastic.unsettled import Unsettled
+from powersgd_triton.layout.matrices import Size
 
 REMEMBERED = 1000
 """Steps of which a worker that heals can learn whether they were applied."""
@@ -109,6 +110,8 @@ class Managed:
             logger.warning("PowerSGD lost a worker in step %s: %s", self._manager.current_step(), error)
             if self._engine.step.keys:
                 self._engine.void()
+            # Of a step that has ended before the worker was lost, in a check.
+            self.sent.end_step()
             # Without the traceback, which keeps collectives and with them the group's connections.
             self._manager.report_error(RuntimeError(str(error)))
             # Else a worker that waits for this one would hear of it only after the group's timeout.
@@ -203,6 +206,8 @@ class Managed:
         for name, parts in saved.matrices.items() if engine.given.error_feedback else ():
             size = saved.tensors[name]
             parts["error"] = errors.pop(name) if name in errors else torch.zeros(size.rows, size.m)
+        # The other worker may not have taken a step with these tensors: their bases are new, also those of matrices.
+        saved.tensors.update({name: Size(*error.shape) for name, error in errors.items()})
+        saved.matrices.update({name: {"error": error} for name, error in errors.items()})
         engine.plan.connect(self._manager.num_participants())
         adopt(engine, dataclasses.replace(saved, own=True), LoadReport())
-        residuals.whole.hold(errors)

@@ -182,3 +182,39 @@ def test_a_saved_exchange_that_was_not_applied_is_sent_again():
         manager._quorum_id += step == 1
     left = net.weight.detach() - sync.error()["weight"]
     torch.testing.assert_close(left, start + changes, rtol=0, atol=1e-5)
+
+
+def test_a_worker_that_heals_from_one_without_bases_keeps_its_error():
+    """As in the first step of a job, if only this worker has begun it."""
+    manager, source = Manager(_quorum_id=1), Manager()
+    compressor, _ = (Compressor(CONFIG, SHAPES, manager=worker) for worker in (manager, source))
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    compressor.compress(gradients)
+    manager.should_commit(applied=False)
+    manager.states["powersgd"][0](source.states["powersgd"][1]())
+    manager._quorum_id = 2
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    averages: Any = compressor.decompress(compressor.compress(zeros))
+    manager.should_commit()
+    assert averages["weight"].any()
+    left = averages["weight"] + compressor.error()["weight"]
+    torch.testing.assert_close(left, gradients["weight"])
+
+
+def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
+    manager = Manager(_quorum_id=1, report_error=lambda _: None)
+    compressor = Compressor(PowerSGDConfig(rank=2, check_every=1), SHAPES, manager=manager)
+    # As of a tensor that was compressed before ranks were planned again.
+    unsent = torch.randn(1, 32)
+    compressor._residuals.whole.hold({"bias": unsent})
+
+    def fails() -> None:
+        compressor._managed._communicator.lost = True
+        raise RuntimeError("a worker was lost")
+
+    monkeypatch.setattr(compressor._engine.buckets, "end_step", fails)
+    compressor.decompress(compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()}))
+    manager.should_commit(applied=False)
+    manager._quorum_id = 2
+    assert compressor._managed.begin()
+    assert torch.equal(compressor.error()["bias"], unsent[0])
