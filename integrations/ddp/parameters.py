@@ -28,7 +28,9 @@ class ParameterNames:
     def __init__(self, module: nn.Module | None) -> None:
         self.module: nn.Module | None = module.module if isinstance(module, DistributedDataParallel) else module
         named = () if self.module is None else self.module.named_parameters()
-        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        # A wrapper also knows those that it averages itself, after the backward pass.
+        left_to_ddp = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = getattr(module, "parameters_to_ignore", left_to_ddp)
         # If parameters are numbered, those seen so far.
         self.names: dict[Tensor, str] = {p: plain_name(name) for name, p in named if name not in ignored}
         self._buckets: Record = []

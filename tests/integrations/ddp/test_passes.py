@@ -76,11 +76,16 @@ def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: in
 
 @on_workers(2)
 def test_what_ddp_leaves_out_is_not_planned_for(worker: int, workers: int) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    """What DDP ignores, and what it averages itself at the end of a backward pass."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
-    replica = DistributedDataParallel(model)
+    late: dict[str, Any] = {
+        "delay_all_reduce_named_params": [("2.weight", model[2].weight)],
+        "param_to_hook_all_reduce": model[0].weight,
+    }
+    replica = DistributedDataParallel(model, **late)
     state = attach(replica, compression=4)
     replica(torch.randn(8, 64)).square().mean().backward()
-    assert [tensor.name for tensor in state.report().tensors] == ["0.weight", "0.bias", "1.bias"]
-    assert "1.weight" not in state.error()
+    assert [tensor.name for tensor in state.report().tensors] == ["0.weight", "0.bias", "1.bias", "2.bias"]
+    assert state.error().keys().isdisjoint({"1.weight", "2.weight"})
     state.load_state_dict(state.state_dict())
