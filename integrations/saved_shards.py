@@ -96,7 +96,8 @@ def cut(whole: int, workers: DeviceMesh) -> tuple[int, int]:
 
 def no_error(parameter: DTensor) -> DTensor:
     """Return an error of zeros, placed like a parameter."""
-    local = torch.zeros(real_shape(parameter.to_local().shape, parameter.dtype), device=parameter.device)
+    shape = real_shape(parameter.to_local().shape, parameter.dtype)
+    local = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
     return placed(local, parameter.device_mesh, parameter.placements, real_shape(parameter.shape, parameter.dtype))
 
 

@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,9 @@ class ShardedHandle(Handle):
         local = own.to(part.mesh.device_type, copy=True).contiguous()
         return placed(local, part.mesh, part.placements, part.shape)
 
+    def _no_error(self, name: str, shape: Sequence[int]) -> DTensor:
+        return self._place(name, torch.zeros(tuple(shape), dtype=torch.float32))
+
     def _fetched(self, name: str, error: DTensor) -> Tensor:  # noqa: ARG002
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
         return error.to_local()
@@ -110,7 +113,7 @@ class ShardedHandle(Handle):
         if self._engine.given.error_feedback:
             for name, shape in (chosen or shapes).items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                errors[name] = self._place(name, torch.zeros(tuple(shape)) if error is None else error)
+                errors[name] = self._no_error(name, shape) if error is None else self._place(name, error)
         parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
         shards, squares = self._gather(parts), weighted_squares(errors)
         # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
@@ -249,7 +252,7 @@ class ShardedHandle(Handle):
             for name, shape in known.items():
                 saved = saved_names.get(name, name)
                 if saved in found and saved in squares and (name in needed or saved in vectors):
-                    errors[name] = own_part(saved, found[saved], self._place(name, torch.zeros(tuple(shape))))
+                    errors[name] = own_part(saved, found[saved], self._no_error(name, shape))
                 elif name in needed:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
         return nearest, errors, renamed(squares, rename)

@@ -158,7 +158,7 @@ class WholeErrors:
     def _held(self, layout: Layout, device: torch.device) -> Tensor:
         """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
         if layout not in self._flat:
-            E, remaining = torch.zeros(layout.numel, device=device), self._apart(layout)
+            E, remaining = torch.zeros(layout.numel, dtype=torch.float32, device=device), self._apart(layout)
             for segment in layout.segments:
                 if segment.name in remaining:
                     E[segment.span] = remaining.pop(segment.name).reshape(-1)

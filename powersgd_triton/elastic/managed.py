@@ -205,7 +205,7 @@ class Managed:
         saved, errors = SavedState.parse(state, needs_errors=False), {} if fresh else residuals.error(engine.step)
         for name, parts in saved.matrices.items() if engine.given.error_feedback else ():
             size = saved.tensors[name]
-            parts["error"] = errors.pop(name) if name in errors else torch.zeros(size.rows, size.m)
+            parts["error"] = errors.pop(name) if name in errors else torch.zeros(size.rows, size.m, dtype=torch.float32)
         # The other worker may not have taken a step with these tensors: their bases are new, also those of matrices.
         saved.tensors.update({name: Size(*error.shape) for name, error in errors.items()})
         saved.matrices.update({name: {"error": error} for name, error in errors.items()})

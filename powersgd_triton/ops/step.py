@@ -200,7 +200,7 @@ class LossScale:
             scale = value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
             # A scale that is not positive and finite would make errors NaN for ever, and the host does not wait to see
             # it. The step's gradients are not finite then, or zero, and errors keep the last scale.
-            last = torch.ones((), device=device) if self._last is None else self._last.to(device, non_blocking=True)
+            last = scale.new_ones(()) if self._last is None else self._last.to(device, non_blocking=True)
             good = scale.isfinite() & (scale > 0)
             self._last = torch.where(good, scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), last)
             return self._last
@@ -210,7 +210,7 @@ class LossScale:
             raise ValueError(f"a loss scale must be positive and finite; got {value}")
         if self._number is None or self._number[:2] != (value, device):
             clamped = min(max(value, 1 / LARGEST_SCALE), LARGEST_SCALE)
-            self._number = value, device, torch.full((), clamped, device=device)
+            self._number = value, device, torch.full((), clamped, dtype=torch.float32, device=device)
         return self._number[2]
 
 

@@ -70,7 +70,7 @@ class TritonBackend:
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
         # takes a verdict that nobody reads.
         self._never, self._ignored = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-        self._same = torch.ones((), device=device)
+        self._same = torch.ones((), dtype=torch.float32, device=device)
         # Sums of the factors Q, P in the messages.
         self._means = bucket.message_Q[: layout.q_numel], bucket.message_P[: layout.p_numel]
         self._M: Pointers | None = None

@@ -160,7 +160,7 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
         communicator.gather(torch.zeros(1), device)
         return seconds_of(lambda: wait(communicator.all_reduce(probe)), travels)
 
-    probes = [torch.zeros(numel, device=travels) for numel in PROBES]
+    probes = [torch.zeros(numel, dtype=torch.float32, device=travels) for numel in PROBES]
     seconds = [min(time_sum(probe) for _ in range(PROBE_ROUNDS)) for probe in probes]
     found = communicator.gather(torch.tensor(seconds, dtype=torch.float64), device).amax(dim=0).tolist()
     # Bytes that the ring passes through a card.

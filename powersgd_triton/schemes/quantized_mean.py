@@ -236,7 +236,7 @@ def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[W
     torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
     own = rows[communicator.index].float()
     yield from _sum_part(whole, own, sizes, dataclasses.replace(exchange, terms=None))
-    mean, first = torch.zeros(len(M), device=M.device), 0
+    mean, first = torch.zeros(len(M), dtype=torch.float32, device=M.device), 0
     own /= communicator.world_size
     for part in shards[communicator.index]:
         mean[part] = own[first : first + part.stop - part.start]

@@ -1,0 +1,98 @@
+"""A default dtype other than fp32, as in programs whose models are bf16, changes no bit of averages and errors."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor, PowerSGDConfig, attach
+from powersgd_triton.config import QUANTIZED
+from powersgd_triton.integrations.local_steps import LocalSteps
+from tests.support.checks import gradients, same_bits, step
+from tests.support.distributed import folder, on_workers
+from tests.support.local_steps import model
+from tests.support.sharded_training import Net, full_mesh, sharded, train
+
+DTYPES = torch.bfloat16, torch.float16, torch.float64
+CONFIGS: dict[str, dict[str, Any]] = {
+    "standard": {"rank": 2},
+    "alternating": {"rank": 2, "algorithm": "alternating", "wire_dtype": "int4", "iterations": 2},
+    "budget": {"compression": 2, "replan_every": 2, "bypass": "int8"},
+    "int8": {"quantize": "int8"},
+    **{f"{width} with errors": {"quantize": width, "error_feedback": True} for width in QUANTIZED},
+}
+
+
+@contextlib.contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check_any(run: Callable[[], dict[str, Tensor]]) -> None:
+    expected = run()
+    for dtype in DTYPES:
+        with default(dtype):
+            assert same_bits(run(), expected), dtype
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@on_workers(2, 3)
+def test_compressor(worker: int, world_size: int, name: str) -> None:
+    """With a loss scale that 16 bits do not hold."""
+    config = PowerSGDConfig(min_compression_rate=0, **CONFIGS[name])
+    given = [gradients(10 * seed + worker) for seed in range(3)]
+    # Random directions take the place of zeros.
+    given[1]["linear"].zero_()
+
+    def run() -> dict[str, Tensor]:
+        compressor, found = Compressor(config, given[0]), dict[str, Tensor]()
+        compressor.attach(lambda: 70000.0)
+        for number, own in enumerate(given):
+            found |= {f"{name} {number}": average for name, average in step(compressor, own).items()}
+        return found | {f"error of {name}": error for name, error in compressor.error().items()}
+
+    check_any(run)
+
+
+@pytest.mark.parametrize("quantize", ["ternary", "sparse"])
+@on_workers(2, 3)
+def test_local_steps(worker: int, world_size: int, quantize: str) -> None:
+    changes = [torch.randn(20, 12, generator=torch.Generator().manual_seed(10 * n + worker)) for n in range(4)]
+
+    def run() -> dict[str, Tensor]:
+        with default(torch.float32):
+            net = model()
+        sync = LocalSteps(net, PowerSGDConfig(quantize=quantize), every=2, delay=1, keep=0.9)
+        for change in changes:
+            with torch.no_grad():
+                net.get_parameter("0.weight").add_(change)
+            sync.step()
+        return sync.shared() | {f"error of {name}": error for name, error in sync.error().items()}
+
+    check_any(run)
+
+
+@pytest.mark.parametrize("fields", [{"rank": 2}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+@on_workers(2)
+def test_fsdp2(worker: int, world_size: int, fields: dict[str, Any]) -> None:
+    """Also of a run that goes on from a checkpoint."""
+
+    def run() -> dict[str, Tensor]:
+        with default(torch.float32):
+            nets = [sharded(Net(), full_mesh(world_size)) for _ in range(2)]
+        first, second = (attach(net, **fields) for net in nets)
+        before = train(nets[0], worker)
+        with folder(worker) as place:
+            first.save(place)
+            second.load(place)
+        return before | {f"{name}, later": value for name, value in train(nets[1], worker).items()}
+
+    check_any(run)
