@@ -59,7 +59,8 @@ def attach(
         given_groups(node_group)
         if loss_scale is not None:
             LossScale(loss_scale)
-        return chosen(config, options), {"node_group is given": node_group is not None}, {}
+        are_given = {"node_group is given": node_group is not None, "loss_scale is given": loss_scale is not None}
+        return chosen(config, options), are_given, {}
 
     bare = common.uncompiled(model)
     state = attached().get(bare) if isinstance(bare, nn.Module) else None

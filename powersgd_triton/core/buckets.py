@@ -232,6 +232,7 @@ class Buckets:
         node_group = self.communicator.node_group
         levels = node_group if node_group in (None, AUTO) else "given"
         common = {**common_facts(self._plan.config, self._step.iteration), "node_group": levels}
+        common["a loss scale is attached"] = self._step.loss_scale is not None
         return common, replicated_facts(self._plan.config, tensors, self._plan)
 
     def _form_nodes(self, device: torch.device) -> None:

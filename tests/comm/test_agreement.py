@@ -68,6 +68,10 @@ def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None
     with mock.patch.object(facts, "PROTOCOL", facts.PROTOCOL + (worker == 1)):
         said = complaint(compress, Compressor(PowerSGDConfig(**CONFIG), SHAPES))
     assert f"the package's protocol: {facts.PROTOCOL + 1} instead of {facts.PROTOCOL}" in said, said
+    compressor = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
+    if worker == 1:
+        compressor.attach(lambda: 8.0)
+    assert "a loss scale is attached: True instead of False" in complaint(compress, compressor)
     dist.barrier()
 
 

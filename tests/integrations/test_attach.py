@@ -62,6 +62,8 @@ def wrong_use(worker: int, _world_size: int) -> None:
     if worker == 1:
         alone.register_comm_hook(None, allreduce_hook)
     assert heard(complaint(attach, alone, rank=2), "ValueError: the model has a communication hook already")
+    scale = (lambda: 8.0) if worker == 1 else None
+    assert "loss_scale is given: True instead of False" in complaint(attach, model, rank=2, loss_scale=scale)
     state = attach(model, rank=2)
     # A copy has no hook.
     assert attach(copy.deepcopy(model), rank=2) is not state
