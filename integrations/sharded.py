@@ -78,7 +78,7 @@ class ShardedHandle(Handle):
         return placed(local, part.mesh, part.placements, part.shape)
 
     def _no_error(self, name: str, shape: Sequence[int]) -> DTensor:
-        return self._place(name, torch.zeros(tuple(shape), dtype=torch.float32))
+        return self._place(name, torch.zeros(tuple(shape), dtype=torch.float32, device="cpu"))
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:  # noqa: ARG002
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""

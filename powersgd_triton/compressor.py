@@ -143,7 +143,7 @@ class Compressor(Handle):
         if managed is None:
             return self._compress(gradients)
         found = managed.guarded(lambda: self._compress(gradients)) if managed.begin() else None
-        zero = torch.zeros((), device=next((device for *_, device in self._kinds.values()), None))
+        zero = torch.zeros((), device=next((device for *_, device in self._known().values()), "cpu"))
         average = FlatAverage(self._exact, zero.expand(self._exact.numel))
         return found or Compressed(average, self._step.iteration, zero)
 
@@ -158,7 +158,7 @@ class Compressor(Handle):
         if not bucket.layout.segments:
             engine.end_step()
             nothing = TorchBackend(Bucket(bucket.layout, torch.float32, device, self.config))
-            return Compressed(nothing, step.iteration, torch.ones(()))
+            return Compressed(nothing, step.iteration, torch.ones((), device=device))
         found: list[Compressed] = []
 
         def keep(backend: Any) -> None:

@@ -49,7 +49,7 @@ class PendingExchange:
         self._engine, self._undo, self._outer, self._meeting, self._refused = engine, undo, outer, meeting, refused
         self.begun: Tensors = {}
         if refused:
-            self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool)
+            self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool, device=outer.device)
         else:
             self.gradients, self.finite, self.begun = outer.begin(copied=delay > 0)
         self._delay = self._left = delay

@@ -142,11 +142,11 @@ def _collected(
     """Return the facts of all workers as JSON, {worker: text}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
-    mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest])
+    mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)], device="cpu"), digest])
     table = yield from _gathered(mine, communicators, device)
     if bool((table[:, 1:] == table[0, 1:]).all()):
         return {}
-    padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8)
+    padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = yield from _gathered(padded, communicators, device)
     rows = sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])

@@ -88,14 +88,14 @@ def own_place(groups: Groups | None = None) -> torch.Tensor:
     worker = dist.get_rank()
     if groups is not None:
         members = dist.get_process_group_ranks(groups[0])
-        return torch.tensor([worker, members[0], members.index(worker), len(members)])
+        return torch.tensor([worker, members[0], members.index(worker), len(members)], device="cpu")
     size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
     if not size or not index:
         # This worker was not started by torchrun.
-        return torch.tensor([worker, 0, 0, 0])
+        return torch.tensor([worker, 0, 0, 0], device="cpu")
     if not (size.isdecimal() and index.isdecimal() and int(index) < int(size)):
         raise ValueError(f"LOCAL_RANK must be a number below LOCAL_WORLD_SIZE; got {index!r} of {size!r}")
-    return torch.tensor([worker, worker - int(index), int(index), int(size)])
+    return torch.tensor([worker, worker - int(index), int(index), int(size)], device="cpu")
 
 
 def make_groups(group: dist.ProcessGroup | None, places: torch.Tensor, device: torch.device) -> Groups | None:

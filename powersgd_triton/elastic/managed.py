@@ -126,7 +126,7 @@ class Managed:
     def _agree(self) -> None:
         """Settle the last step if its outcome is known: it counts if a worker of the quorum applies it. Collective."""
         vote = -1 if self._applied is None else int(self._applied)
-        if (most := int(self._communicator.gather(torch.tensor([vote])).max())) >= 0:
+        if (most := int(self._communicator.gather(torch.tensor([vote], device="cpu")).max())) >= 0:
             self._applied = most > 0
             self._settle()
 
@@ -159,7 +159,7 @@ class Managed:
             torch.save(shared, buffer)
             state = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
             mine = [self._quorum is not None, old, len(shared["matrices"]), len(state)]
-            places = communicator.gather(torch.tensor(mine)).tolist()
+            places = communicator.gather(torch.tensor(mine, device="cpu")).tolist()
             source, newest = places.index(max(places)), max(place[1] for place in places)
             state = (state if source == index else state.new_empty(places[source][-1])).to(communicator.device)
             communicator.broadcast(state, source)
@@ -205,7 +205,8 @@ class Managed:
         saved, errors = SavedState.parse(state, needs_errors=False), {} if fresh else residuals.error(engine.step)
         for name, parts in saved.matrices.items() if engine.given.error_feedback else ():
             size = saved.tensors[name]
-            parts["error"] = errors.pop(name) if name in errors else torch.zeros(size.rows, size.m, dtype=torch.float32)
+            zeros = torch.zeros(size.rows, size.m, dtype=torch.float32, device="cpu")
+            parts["error"] = errors.pop(name, zeros)
         # The other worker may not have taken a step with these tensors: their bases are new, also those of matrices.
         saved.tensors.update({name: Size(*error.shape) for name, error in errors.items()})
         saved.matrices.update({name: {"error": error} for name, error in errors.items()})

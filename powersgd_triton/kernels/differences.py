@@ -241,7 +241,7 @@ def encode_triton(task: Encoding) -> None:
             # As an int32, which has the same bits.
             seed = (seed ^ 1 << 31) - (1 << 31) if width.stochastic else None
         arguments = target, base, *(terms or (None, None)), *_views(out, width, codes), numel, each, size, seed
-        largest = int(torch.tensor(width.largest_scale, dtype=torch.bfloat16).view(torch.int16))
+        largest = int(torch.tensor(width.largest_scale, dtype=torch.bfloat16, device="cpu").view(torch.int16))
         constants = {"SUBTRACT": subtract, "LEVELS": width.levels, "LARGEST_SCALE": largest}
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 

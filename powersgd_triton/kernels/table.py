@@ -302,5 +302,5 @@ class BucketTable:
 
 def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a table on the host, from where it can be copied to the device without waiting."""
-    host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
+    host = torch.tensor(rows, dtype=dtype, device="cpu").view(len(rows), columns)
     return host if device.type == "cpu" else host.pin_memory()

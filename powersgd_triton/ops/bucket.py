@@ -82,11 +82,12 @@ class Bucket:
         self._made: dict[Hashable, list[Tensor]] = {}
         self.buffers = errors or {}
         self.M = None if errors is None else self.matrices(errors, self.own)
-        seeds = [torch.tensor([key for s in group.segments for key in keys(s, config)]) for group in layout.groups]
+        numbers = [[key for s in group.segments for key in keys(s, config)] for group in layout.groups]
+        seeds = [torch.tensor(own, device="cpu") for own in numbers]
         if device.type not in ("cpu", "meta"):
             # So that the copies do not wait for the device.
-            seeds = [numbers.pin_memory() for numbers in seeds]
-        self.keys = [numbers.to(device, non_blocking=True) for numbers in seeds]
+            seeds = [own.pin_memory() for own in seeds]
+        self.keys = [own.to(device, non_blocking=True) for own in seeds]
         self.product: Product = []
         self.applied: Tensor | None = None
         self.average: Product = []

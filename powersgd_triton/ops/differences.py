@@ -45,7 +45,8 @@ def encode_reference(task: Encoding) -> None:
         starts = [0] * len(spans)
         if seed is not None:
             # Where the random numbers of each span begin.
-            starts = (mix(mix(torch.arange(len(spans)) + first_span(part)) ^ seed) % PERIOD).tolist()
+            numbers = torch.arange(len(spans), device="cpu") + first_span(part)
+            starts = (mix(mix(numbers) ^ seed) % PERIOD).tolist()
         for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
             difference = own.float() if copy is None else own.float() - _finite(copy)
             if padding := len(codes) * width.blocks * BLOCK - len(own):
@@ -201,7 +202,8 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
         numbers = torch.stack(parts, 1).bitwise_and_(width.numbers - 1).view(torch.int8).float().view(-1, BLOCK)
         return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
     # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
-    shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=codes.device)).unsqueeze(1)
+    powers = torch.arange(width.together + 1, dtype=torch.float32, device=codes.device)
+    shares = (float(width.numbers) ** -powers).unsqueeze(1)
     # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
     quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
     return torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK).sub_(1)
@@ -266,10 +268,10 @@ def first_span(part: int) -> int:
 @functools.cache
 def random_numbers(device: torch.device, mantissa: bool) -> Tensor:
     """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32; or 2⁻¹⁶ times them from 128 on, fp32."""
-    x = torch.arange(PERIOD, dtype=torch.int32)
+    x = torch.arange(PERIOD, dtype=torch.int32, device="cpu")
     # A permutation: each operation is one to one on 16 bits.
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
         x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
     x = torch.cat([x, x]).to(device)
     # Sums with codes have 16 bits behind the point: quotients are rounded to these, not cut.
-    return x if mantissa else x * 2.0**-16 + 128
+    return x if mantissa else x.float() * 2.0**-16 + 128

@@ -37,7 +37,7 @@ def subtract(parameters: Iterable[tuple[Tensor, Tensor, Tensor, Tensor | None]])
             copy.copy_(own)
         # Several times as fast on the CPU as a norm.
         extremes += torch.aminmax(out) if out.numel() else ()
-    code, largest = library(), torch.empty((), dtype=torch.float32)
+    code, largest = library(), torch.empty((), dtype=torch.float32, device="cpu")
     if code is None or not pieces:
         return extremes
     many, count = (_Piece * len(pieces))(*pieces), ctypes.c_int64(len(pieces))

@@ -100,7 +100,7 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
     salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
     if keys.device.type == "cpu" and isinstance(salt, int):
         # On few numbers, calls take longer than Python.
-        stream = torch.tensor([mix(mix(key & 0xFFFFFFFF) ^ salt) for key in keys.tolist()], dtype=torch.int64)
+        stream = keys.new_tensor([mix(mix(key & 0xFFFFFFFF) ^ salt) for key in keys.tolist()])
     else:
         stream = mix(mix(keys & 0xFFFFFFFF) ^ salt)
     numbers: Tensor = mix(mix(counter) ^ stream.view(-1, 1, 1))

@@ -157,12 +157,12 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
 
     def time_sum(probe: Tensor) -> float:
         # So that all workers begin together.
-        communicator.gather(torch.zeros(1), device)
+        communicator.gather(torch.zeros(1, device="cpu"), device)
         return seconds_of(lambda: wait(communicator.all_reduce(probe)), travels)
 
     probes = [torch.zeros(numel, dtype=torch.float32, device=travels) for numel in PROBES]
     seconds = [min(time_sum(probe) for _ in range(PROBE_ROUNDS)) for probe in probes]
-    found = communicator.gather(torch.tensor(seconds, dtype=torch.float64), device).amax(dim=0).tolist()
+    found = communicator.gather(torch.tensor(seconds, dtype=torch.float64, device="cpu"), device).amax(dim=0).tolist()
     # Bytes that the ring passes through a card.
     small, middle, large = (2 * 4 * numel * (workers - 1) / workers for numel in PROBES)
     bandwidth = (large - middle) / max(found[2] - found[1], 1e-9)

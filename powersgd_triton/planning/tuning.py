@@ -130,7 +130,8 @@ class Tuning(Listener):
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
-        communicator, flat = self._engine.communicator, torch.tensor([*itertools.chain(*numbers)], dtype=torch.float64)
+        communicator = self._engine.communicator
+        flat = torch.tensor([*itertools.chain(*numbers)], dtype=torch.float64, device="cpu")
         for group in (communicator, *communicator.others):
             flat = group.gather(flat, device).amax(dim=0)
         return [tuple(row.tolist()) for row in flat.split([len(row) for row in numbers])]

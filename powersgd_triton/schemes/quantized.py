@@ -99,7 +99,7 @@ def _shards(task: Task) -> Shards | None:
     layout, communicator = task.layout, task.communicator
     if task.ranges is None or communicator.world_size == 1 or communicator.inside is not None:
         return None
-    own = torch.zeros(len(layout.segments), 2, dtype=torch.int64)
+    own = torch.zeros(len(layout.segments), 2, dtype=torch.int64, device="cpu")
     for row, segment in zip(own, layout.segments, strict=True):
         if segment.name in task.ranges:
             start, target = task.ranges[segment.name]

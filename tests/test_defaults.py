@@ -1,7 +1,8 @@
-"""A default dtype other than fp32, as in programs whose models are bf16, changes no bit of averages and errors."""
+"""Averages and errors have the same bits whatever the program's default dtype and device are."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.config import QUANTIZED
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.checks import gradients, same_bits, step
+from powersgd_triton.ops import differences
+from tests.support.checks import gradients, same_bits
 from tests.support.distributed import folder, on_workers
 from tests.support.local_steps import model
 from tests.support.sharded_training import Net, full_mesh, sharded, train
@@ -27,28 +29,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
+def default(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.device(device):
+            yield
     finally:
         torch.set_default_dtype(before)
 
 
-def check_any(run: Callable[[], dict[str, Tensor]]) -> None:
+def check_any(run: Callable[[], dict[str, Tensor]], devices: Sequence[str] = ("cpu", "meta")) -> None:
+    """A tensor on the device "meta" has no values, so that using it fails."""
     expected = run()
-    for dtype in DTYPES:
-        with default(dtype):
-            assert same_bits(run(), expected), dtype
+    for dtype, device in itertools.product(DTYPES, devices):
+        differences.random_numbers.cache_clear()
+        with default(dtype, device):
+            assert same_bits(run(), expected), (dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @on_workers(2, 3)
-def test_compressor(worker: int, world_size: int, name: str) -> None:
+def test_compressor(worker: int, world_size: int, name: str, dtype: torch.dtype) -> None:
     """With a loss scale that 16 bits do not hold."""
     config = PowerSGDConfig(min_compression_rate=0, **CONFIGS[name])
-    given = [gradients(10 * seed + worker) for seed in range(3)]
+    given = [gradients(10 * seed + worker, dtype=dtype) for seed in range(3)]
     # Random directions take the place of zeros.
     given[1]["linear"].zero_()
 
@@ -56,7 +62,8 @@ def test_compressor(worker: int, world_size: int, name: str) -> None:
         compressor, found = Compressor(config, given[0]), dict[str, Tensor]()
         compressor.attach(lambda: 70000.0)
         for number, own in enumerate(given):
-            found |= {f"{name} {number}": average for name, average in step(compressor, own).items()}
+            averages: Any = compressor.decompress(compressor.compress(own))
+            found |= {f"{name} {number}": average for name, average in averages.items()}
         return found | {f"error of {name}": error for name, error in compressor.error().items()}
 
     check_any(run)
@@ -95,4 +102,5 @@ def test_fsdp2(worker: int, world_size: int, fields: dict[str, Any]) -> None:
             second.load(place)
         return before | {f"{name}, later": value for name, value in train(nets[1], worker).items()}
 
-    check_any(run)
+    # The model makes tensors on the default device.
+    check_any(run, ["cpu"])
