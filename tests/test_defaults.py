@@ -1,4 +1,4 @@
-"""Averages and errors have the same bits whatever the program's default dtype and device are."""
+"""Averages and errors have the same bits whatever the program's default dtype and device are, and within autocast."""
 
 import contextlib
 import itertools
@@ -39,13 +39,14 @@ def default(dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def check_any(run: Callable[[], dict[str, Tensor]], devices: Sequence[str] = ("cpu", "meta")) -> None:
-    """A tensor on the device "meta" has no values, so that using it fails."""
+def check_any(run: Callable[[], dict[str, Tensor]], devices: Sequence[str] = ("cpu", "meta")) -> dict[str, Tensor]:
+    """A tensor on the device "meta" has no values, so that using it fails. The result with torch's own defaults."""
     expected = run()
     for dtype, device in itertools.product(DTYPES, devices):
         differences.random_numbers.cache_clear()
         with default(dtype, device):
             assert same_bits(run(), expected), (dtype, device)
+    return expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,7 +67,10 @@ def test_compressor(worker: int, world_size: int, name: str, dtype: torch.dtype)
             found |= {f"{name} {number}": average for name, average in averages.items()}
         return found | {f"error of {name}": error for name, error in compressor.error().items()}
 
-    check_any(run)
+    expected = check_any(run)
+    for width in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=width):
+            assert same_bits(run(), expected), f"autocast to {width}"
 
 
 @pytest.mark.parametrize("quantize", ["ternary", "sparse"])

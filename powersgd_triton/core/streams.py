@@ -34,6 +34,10 @@ class Streams:
                 record the stream on the tensors that it passes, and wait for the results in another way.
         """
         with contextlib.ExitStack() as stack:
+            for kind in {device.type for device in devices}:
+                if torch.is_autocast_enabled(kind):
+                    # It would change dtypes, and a backward pass may run within it.
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             for device in filter(has_streams, devices):
                 caller = torch.cuda.current_stream(device)
                 if device not in self._own:
