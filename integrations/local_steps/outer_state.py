@@ -53,6 +53,8 @@ class OuterState:
         self._finite: HostCopy | None = None
         # What local parameters in 16 bits have changed since the last exchange counts from here, unless from θ.
         self._starts: Tensors = {}
+        # Both, while the local parameters are θ.
+        self._apart: tuple[Tensors, Tensors] | None = None
         # The parameters that were frozen at the start, and were equal on all workers then.
         self._frozen: set[str] = set()
         # What is averaged exactly, as the workers agreed; the buffers, as they were after the last exchange.
@@ -191,13 +193,22 @@ class OuterState:
         return gradients, finite, copies
 
     @contextlib.contextmanager
-    @torch.no_grad()
-    def holding_theta(self) -> Iterator[None]:
-        own, starts = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
-        self.write(self.theta())
+    def holding(self, *, theta: bool) -> Iterator[None]:
+        """Within the block, the local parameters are θ, or this worker's own. A block may be within another one."""
+        before = self._apart is not None
+        self._hold(theta)
         try:
             yield
         finally:
+            self._hold(before)
+
+    @torch.no_grad()
+    def _hold(self, theta: bool) -> None:
+        if theta and self._apart is None:
+            self._apart = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
+            self.write(self.theta())
+        elif not theta and self._apart is not None:
+            (own, starts), self._apart = self._apart, None
             self.write(own)
             self._starts = starts
 

@@ -11,6 +11,7 @@ from powersgd_triton.comm.agreement import UNDER_WAY, Facts, compare, exhaust, f
 from powersgd_triton.config import whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
+from powersgd_triton.core.saved_state import listing
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.elastic.managed import Managed
 from powersgd_triton.integrations.local_steps.local_tensors import kind, unpadded
@@ -188,18 +189,19 @@ class Quorums(Managed):
     def __init__(self, manager: Any, engine: Engine, outer: OuterState) -> None:
         super().__init__(manager, engine)
         self._outer = outer
-        # Number of steps so far, as of the last exchange that was tried.
-        self._steps = 0
+        # Number of steps so far, as of the last exchange that was tried, and whether that one could begin.
+        self._steps, self._ready = 0, False
 
     def start(self, steps: int) -> int:
-        """Find the workers of an exchange. Return the number of steps so far: a worker that heals has the others'."""
+        """Find the workers of an exchange. Return the number of steps so far, which all of them have."""
         self._steps = steps
         self._manager.start_quorum()
+        self._ready = self.begin()
         return self._steps
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
         """Begin an exchange. None if it cannot begin."""
-        pending = self.guarded(begin) if self.begin() else None
+        pending = self.guarded(begin) if self._ready else None
         if pending is None:
             self._manager.should_commit()
         return pending
@@ -214,6 +216,14 @@ class Quorums(Managed):
             if ended and not self._manager.should_commit():
                 self._repeat(pending)
         return ended
+
+    def _connect(self) -> None:
+        super()._connect()
+        # A worker that was not in a quorum in which nothing was applied has taken fewer steps, and does not heal.
+        own = torch.tensor([self._steps], device="cpu")
+        if not self._communicator.lost:
+            steps = self.guarded(lambda: self._communicator.gather(own))
+            self._steps = self._steps if steps is None else int(steps.max())
 
     def _repeat(self, pending: PendingExchange) -> None:
         """Let the next exchange send all of one that is not applied."""
@@ -235,6 +245,11 @@ class Quorums(Managed):
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         outer, fresh = self._outer, self._quorum is None
+        if other := sorted(state["shared"].keys() ^ outer.theta().keys()):
+            raise ValueError(
+                f"only one of this worker and that from which it heals trains {listing(other)}: make LocalSteps when "
+                "the same parameters are trained"
+            )
         super().load(state)
         changes, _ = outer.pseudo_gradients()
         values = {}

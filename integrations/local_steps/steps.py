@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,20 @@ from powersgd_triton.integrations.local_steps.rounds import Quorums, Rounds, len
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _with_own_parameters(method: F) -> F:
+    """Let a method find this worker's own parameters in the model, also within ``shared_parameters``."""
+
+    @functools.wraps(method)
+    @torch.no_grad()
+    def call(self: LocalSteps, *args: Any) -> Any:
+        with self._outer.holding(theta=False):
+            return method(self, *args)
+
+    return call  # type: ignore[return-value]
 
 
 class LocalSteps(Handle):
@@ -97,6 +112,8 @@ class LocalSteps(Handle):
 
         if manager is not None and (communicator.world_size > 1 or communicator.others):
             raise ValueError("manager= is for a plain module of this process alone, without a process group")
+        if manager is not None and optimizer is not None:
+            raise ValueError("manager= needs states that stay local, since a worker that joins has none: no optimizer=")
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             first = length(every, 0)
@@ -139,7 +156,7 @@ class LocalSteps(Handle):
     def since(self) -> int:
         return self._rounds.since
 
-    @torch.no_grad()
+    @_with_own_parameters
     def step(self) -> None:
         """Count a step of the local optimizer. Every ``every`` steps, exchange pseudo-gradients; then collective.
 
@@ -151,7 +168,7 @@ class LocalSteps(Handle):
         """
         self._rounds.step()
 
-    @torch.no_grad()
+    @_with_own_parameters
     def finish(self) -> None:
         """Exchange what was changed since the last exchange, so that all workers have θ. Collective.
 
@@ -160,8 +177,11 @@ class LocalSteps(Handle):
         self._rounds.finish()
 
     def shared_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context within which the model's parameters are θ, for example to evaluate or export it."""
-        return self._outer.holding_theta()
+        """Return a context within which the model's parameters are θ, for example to evaluate or export it.
+
+        The methods work within it as they do outside.
+        """
+        return self._outer.holding(theta=True)
 
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
@@ -177,7 +197,7 @@ class LocalSteps(Handle):
         apart = not (self._rounds.keep and self.config.quantize)
         return dataclasses.replace(found, every=self.every, error_bytes=found.error_bytes if apart else 0.0)
 
-    @torch.no_grad()
+    @_with_own_parameters
     def state_dict(self) -> dict[str, Any]:
         """Return θ, the outer optimizer's state, the errors, and this worker's own parameters. Collective.
 
@@ -199,7 +219,7 @@ class LocalSteps(Handle):
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}
         return pack(engine, parts, self.outer.state_dict(), self._outer.names(), **rest)
 
-    @torch.no_grad()
+    @_with_own_parameters
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
@@ -233,6 +253,7 @@ class LocalSteps(Handle):
     def _read(self, path: Path) -> StateDict:
         return self._together("load", lambda: joined(path, path.with_name(file_name(self._communicator, own=True))))
 
+    @_with_own_parameters
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
         self._rounds.advance(finish=True)

@@ -86,12 +86,15 @@ class Managed:
                 "manager.start_quorum(), before each step, and its step(), or manager.should_commit(), after it"
             )
         if not manager.errored():
-            # Else this worker may have failed to heal, and the last step stays in doubt.
-            self._settle()
+            # Else this worker may have failed to heal, and the last step stays in doubt. It does until a new quorum is
+            # connected: in a later one, this worker may heal from one that has applied the step.
+            self._look()
             if manager._quorum_id != self._quorum:
                 self._connect()
             elif self._communicator.lost:
                 manager.report_error(RuntimeError("a worker of this quorum was lost"))
+            else:
+                self._settle()
         if manager.errored():
             # Nobody shall wait for this worker.
             manager._pg.abort()
@@ -168,6 +171,7 @@ class Managed:
                     f"step {last} was applied in quorum {newest}, and by this worker in quorum {old}, so that its "
                     "parameters differ: restart it, and it heals"
                 )
+            self._settle()
             self._adopt(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))
 
         self.guarded(share)

@@ -201,6 +201,31 @@ def test_a_worker_that_heals_from_one_without_bases_keeps_its_error():
     torch.testing.assert_close(left, gradients["weight"])
 
 
+def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypatch: pytest.MonkeyPatch):
+    """It has not heard of the end of a step, which another worker applies. That one is not in the next quorum."""
+    manager: Any = Manager(_quorum_id=1)
+    manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    averages: Any = compressor.decompress(compressor.compress(gradients))
+    load, save = manager.states["powersgd"]
+    state = save.__self__._shared()
+    manager.should_commit(applied=False)
+    manager._quorum_id = 2
+
+    def fails(communicator: Any, _: torch.Tensor) -> None:
+        communicator.lost = True
+        raise RuntimeError("a worker was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ManagedCommunicator, "gather", fails)
+        compressor.compress(gradients)
+    manager.should_commit(applied=False)
+    manager._quorum_id, manager._step, manager.errored = 3, 1, lambda: None
+    load({**state, "history": [[0, 1]]})
+    torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], gradients["weight"])
+
+
 def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
     manager = Manager(_quorum_id=1, report_error=lambda _: None)
     compressor = Compressor(PowerSGDConfig(rank=2, check_every=1), SHAPES, manager=manager)
@@ -218,3 +243,28 @@ def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: 
     manager._quorum_id = 2
     assert compressor._managed.begin()
     assert torch.equal(compressor.error()["bias"], unsent[0])
+
+
+def test_local_steps_of_workers_that_differ(monkeypatch: pytest.MonkeyPatch):
+    """One has missed a quorum of which nothing was applied; another one trains other parameters; states are local."""
+    found = list[tuple[LocalSteps, Manager, nn.Sequential]]()
+    for trains in (True, False):
+        net, manager = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Manager(_quorum_id=1, start_quorum=lambda: None)
+        net[1].requires_grad_(trains)
+        found.append((LocalSteps(net, PowerSGDConfig(quantize="ternary"), every=1, manager=manager), manager, net))
+    (sync, manager, net), (_, other, _) = found
+    manager._quorum_id = 2
+    others = torch.tensor([8])
+    monkeypatch.setattr(
+        ManagedCommunicator, "gather", lambda _, own: torch.stack([own, others if len(own) == 1 else own])
+    )
+    sync.step()
+    assert sync.steps == 8
+    weight = net.get_parameter("0.weight")
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"heals trains '1.bias', '1.weight'"):
+        manager.states["powersgd"][0](other.states["powersgd"][1]())
+    assert torch.equal(weight, before)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no optimizer="):
+        LocalSteps(net, PowerSGDConfig(quantize="ternary"), manager=Manager(), optimizer=optimizer)

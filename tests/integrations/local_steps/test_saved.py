@@ -71,7 +71,8 @@ def changes(of: Training) -> Tensor:
 
 
 def save(of: Training, path: Path) -> None:
-    of.sync.save(path)
+    with of.sync.shared_parameters():
+        of.sync.save(path)
     torch.save({"changes": changes(of), "steps": of.sync.steps}, path / "expected")
 
 
@@ -85,7 +86,11 @@ def goes_on(worker: int, _world_size: int, cases: list[Options], saved_in: str) 
         saved = copy.deepcopy(first.optimizer.state_dict())
         first.train(STEPS - INTERRUPTED)
         second.train(2)
-        second.sync.load(path)
+        # Models may be evaluated then.
+        with second.sync.shared_parameters():
+            assert torch.equal(flat(second.net), theta(second.sync))
+            second.sync.load(path)
+            assert torch.equal(flat(second.net), theta(second.sync))
         second.optimizer.load_state_dict(saved)
         second.done = INTERRUPTED
         second.train(STEPS - INTERRUPTED)
