@@ -80,8 +80,8 @@ def attach(
         if not common.is_deepspeed(bare):
             # DeepSpeed's adapter has said it. The functions of a configuration may fail on one worker only.
             common.announce(state._together("attach", functools.partial(common.describe, state)))
-    elif (wanted := chosen(config, options)) is not None and wanted != state.config:
-        raise ValueError("the model is compressed with {} already; got {}".format(*common.unlike(state.config, wanted)))
+    elif (wanted := chosen(config, options)) is not None and wanted != (before := state._engine.given):
+        raise ValueError("the model is compressed with {} already; got {}".format(*common.unlike(before, wanted)))
     elif node_group is not None and node_group != state._communicator.node_group:
         raise ValueError(f"the model has node_group={state._communicator.node_group!r} already; got {node_group!r}")
     if loss_scale is not None:

@@ -172,16 +172,18 @@ def params_in_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:
     """Take an optimizer step with averaged gradients. Afterwards ``.grad`` holds the errors: do not set it to zero.
 
-    A missing gradient counts as zero, since all workers must send the same tensors.
+    A missing gradient counts as zero, since all workers must send the same tensors. A parameter that does not require
+    gradients stays as it is, and so does its ``.grad``.
     """
     parameters = params_in_optimizer(optimizer)
-    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    gradients = [p.grad if p.grad is not None and p.requires_grad else torch.zeros_like(p) for p in parameters]
     with torch.no_grad():
         averages = aggregator.aggregate(gradients)
+    after = [error if p.requires_grad else p.grad for p, error in zip(parameters, gradients, strict=True)]
     try:
         for parameter, average in zip(parameters, averages, strict=True):
-            parameter.grad = average
+            parameter.grad = average if parameter.requires_grad else None
         optimizer.step()
     finally:
-        for parameter, error in zip(parameters, gradients, strict=True):
-            parameter.grad = error
+        for parameter, grad in zip(parameters, after, strict=True):
+            parameter.grad = grad

@@ -163,8 +163,9 @@ class ShardedHandle(Handle):
 
         # Parameters that are frozen now may be trained later, from a first basis.
         saved, report = compared(self._engine, read, strict=False)
-        unused = self._left if self._engine.given.error_feedback else sums
-        dropped = (*report.dropped, *(name for name in unused if sums.get(name)))
+        # Quantized vectors have errors, and with factors they are not read.
+        unused = {**self._left, **self._engine.tensors()} if self._engine.given.error_feedback else sums
+        dropped = (*report.dropped, *(name for name in sorted(unused.keys() - errors.keys()) if sums.get(name)))
         return functools.partial(adopt, self._engine, saved, dataclasses.replace(report, dropped=dropped))
 
     def save(self, folder: Folder) -> None:
@@ -203,7 +204,9 @@ class ShardedHandle(Handle):
             try:
                 dcp_load(saved, checkpoint_id=path, process_group=self._holders()[0])
             except CheckpointException as error:
-                raise ValueError(f"the saved state {path} cannot be read: {error}") from error
+                # Without the tracebacks of all workers.
+                reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+                raise ValueError(f"the saved state {path} cannot be read: {'; '.join(reasons)}") from error
 
         self._together("load", read)
         return saved

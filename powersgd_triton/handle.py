@@ -166,6 +166,7 @@ class Handle:
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
 
+        Each state needs a folder of its own, also that of another group of workers which has a part of the same model.
         An interrupted call leaves what an earlier call has written. If the folder cannot be written, that is an OSError
         on the worker that writes, and a ``DisagreementError`` on the others.
         """

@@ -77,8 +77,8 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     """
     state: State | None = getattr(engine, "powersgd", None)
     if state is not None:
-        if config is not None and config != state.config:
-            values = unlike(state.config, config)
+        if config is not None and config != (given := state._engine.given):
+            values = unlike(given, config)
             raise refusals.refusal(["the engine is compressed with {} already; got {}".format(*values)])
         return state
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import shutil
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_one_worker(worker: int, world_size: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as output:
             attach(wrap(Net()), rank=2)
         assert output.getvalue().startswith("powersgd: gradients are averaged over 1 worker only, so that nothing is ")
+    # The same call again, also when measured steps have changed the configuration in force.
+    model, options = DistributedDataParallel(Net()), dict[str, Any](compression=4, max_overhead=0.5)
+    state = attach(model, **options)
+    state._engine.plan.config = dataclasses.replace(state.config, max_rank=2)
+    assert attach(model, **options) is state
+    assert "is compressed with" in complaint(attach, model, rank=2)
 
 
 def interrupted_save(worker: int, _world_size: int) -> None:

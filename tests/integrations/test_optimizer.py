@@ -93,6 +93,25 @@ def test_a_step_applies_averages_and_leaves_errors_in_gradients() -> None:
     assert weight.grad is gradient
 
 
+def test_frozen_parameters_and_their_errors_stay_as_they_are() -> None:
+    """Frozen from the beginning, and in the middle, when something is still to be sent."""
+    net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    aggregator = PowerSGD(params_in_optimizer(optimizer), Config(1, start_compressing_after_num_steps=0))
+    for step in range(4):
+        if step == 2:
+            net[1].requires_grad_(False)
+            before = [(p, p.detach().clone(), p.grad) for p in [*net[0].parameters(), *net[1].parameters()]]
+            kept = [None if grad is None else grad.clone() for *_, grad in before]
+            assert kept[2] is not None
+        net(torch.randn(3, 24)).square().mean().backward()
+        optimizer_step(optimizer, aggregator)
+    for (parameter, value, _), grad in zip(before, kept, strict=True):
+        assert torch.equal(parameter, value)
+        assert grad is None or (parameter.grad is not None and torch.equal(parameter.grad, grad))
+
+
 def test_wrong_gradients_are_refused_and_nothing_changes() -> None:
     aggregator = powersgd()
     given = list(gradients(0, SHAPES).values())

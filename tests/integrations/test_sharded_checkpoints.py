@@ -145,6 +145,16 @@ def torn_apart(worker: int, world_size: int) -> None:
         keeps_none = kind(Net(), dataclasses.replace(RANK_2, error_feedback=False)).state
         dropped = keeps_none.load_state_dict(state.state_dict()).dropped
         assert {*dropped} == {name for name, error in before.items() if error.any()}
+        # Factors leave errors of vectors nowhere to go, and there are none for quantized vectors.
+        quantized = kind(Net(), PowerSGDConfig(quantize="int4"))
+        train(range(1), quantized)
+        with folder(worker) as path:
+            quantized.state.save(path)
+            assert {*made.state.load(path).dropped} == {n for n, p in quantized.parameters().items() if p.dim() < 2}
+            made.state.save(path)
+            said = complaint(quantized.state.load, path)
+            assert "cannot be read: Missing key in checkpoint state_dict: error." in said
+            assert "Traceback" not in said
     # All shards have the same shape, so that only the values tell whose they are.
     model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=full_mesh(world_size))
     state = attach(model, rank=2)
