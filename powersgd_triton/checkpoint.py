@@ -131,6 +131,8 @@ def _check_sizes(tensors: Iterable[Tensor], available: int) -> None:
 
 def _from_torch(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     saved = unpickled(content)
+    if "format_version" in saved:
+        raise ValueError("it was written by torch.save(): pass torch.load(path) in place of the path")
     return saved.pop("tensors"), saved
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import numbers
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -62,11 +63,12 @@ def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") 
 
 def _number(name: str, value: Any, minimum: int, kind: str = "a number") -> float:
     """Return a value such as a ``numpy.float64`` as Python's number: saved states have no others."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {kind}; got {value!r}")
-    if not minimum <= value <= sys.float_info.max:
+    number = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not minimum <= number <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and at least {minimum}; got {value}")
-    return int(value) if isinstance(value, int) else float(value)
+    return number
 
 
 def unknown(key: object, valid: Sequence[str]) -> str:

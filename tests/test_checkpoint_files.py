@@ -55,6 +55,9 @@ def test_foreign_files_are_refused(tmp_path: Path):
     for path in tmp_path.iterdir():
         with pytest.raises(ValueError, match="is not a saved PowerSGD state"):
             checkpoint.load(path)
+    torch.save(Compressor(PowerSGDConfig(), {}).state_dict(), tmp_path / "saved.pt")
+    with pytest.raises(ValueError, match=r"pass torch.load\(path\) in place of the path"):
+        checkpoint.load(tmp_path / "saved.pt")
     with pytest.raises(OSError, match="missing"):
         checkpoint.load(tmp_path / "missing.pt")
 

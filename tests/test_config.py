@@ -17,7 +17,7 @@ def test_values_are_plain_whatever_they_were_given_as():
     """Else torch.load refuses the saved states that they are in."""
     numbers = {"max_overhead": 0.1, "min_compression_rate": 1.5, "orthogonalization_epsilon": 0.5}
     words = {"algorithm": "standard", "wire_dtype": "int4", "backend": "torch", "bypass": "int8"}
-    for budget in (np.float64(20), np.str_("auto")):
+    for budget in (np.float64(20), np.float32(20), np.int64(20), np.str_("auto")):
         given = {name: np.float64(value) for name, value in numbers.items()}
         given |= {name: np.str_(word) for name, word in words.items()}
         config = PowerSGDConfig(**given, compression=budget)

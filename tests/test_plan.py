@@ -167,6 +167,8 @@ def test_a_model_is_made_by_a_function(
         (["planned_here:alone", "--step-ms", "1"], "must return a torch.nn.Module or (module, step); got tuple"),
         (["planned_here:missing", "--step-ms", "1"], "has no attribute 'missing'"),
         (["not_a_module_here:f", "--step-ms", "1"], "No module named 'not_a_module_here'"),
+        (["./planned_here:f", "--step-ms", "1"], "relative import"),
+        (["gpt2", "--step-ms", "1", "--device", "meta"], "--device meta cannot be used here"),
         (["gpt3"], "expected gpt2, "),
         (["gpt2"], "--step-ms is missing"),
         (["gpt2", "--device", "a100"], "--step-ms is missing: a step on a100 cannot be measured here"),

@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         if gpu is not None and arguments.step_ms is None:
             raise ValueError(f"--step-ms is missing: a step on {gpu} cannot be measured here")
         device = torch.device(name if gpu is None else "cpu")
+        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"--device {name} cannot be used here")
         if device.type == "cuda":
             # Workers of a node have a GPU each.
             device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", "0")))
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{arguments.write} must contain an object; got a {type(ds_config).__name__}")
         if arguments.measure and not dist.is_torchelastic_launched():
             raise ValueError("--measure needs workers: start it by torchrun -m powersgd_triton plan")
-    except (ValueError, RuntimeError, OSError, ImportError, AttributeError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError, AttributeError) as error:
         where = f"{arguments.write} is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
         print(f"plan: {where}{error}", file=sys.stderr)
         return 2
