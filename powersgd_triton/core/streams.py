@@ -35,7 +35,7 @@ class Streams:
         """
         with contextlib.ExitStack() as stack:
             for kind in {device.type for device in devices}:
-                if torch.is_autocast_enabled(kind):
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                     # It would change dtypes, and a backward pass may run within it.
                     stack.enter_context(torch.autocast(kind, enabled=False))
             for device in filter(has_streams, devices):
