@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.integrations.local_steps import LocalSteps
+from tests.support.distributed import on_workers
 
 SHAPES = {"weight": (48, 32), "bias": (32,)}
 CONFIG = PowerSGDConfig(rank=2)
@@ -199,6 +201,29 @@ def test_a_worker_that_heals_from_one_without_bases_keeps_its_error():
     assert averages["weight"].any()
     left = averages["weight"] + compressor.error()["weight"]
     torch.testing.assert_close(left, gradients["weight"])
+
+
+@pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
+@on_workers(2)
+def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: int, config: PowerSGDConfig):
+    place: dict[str, Any] = {"participating_rank": lambda: worker, "num_participants": lambda: world_size}
+    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    methods = {name: getattr(gloo, name) for name in ("allreduce", "allgather", "alltoall_base", "broadcast")}
+    pg = SimpleNamespace(getBackendName=lambda: "gloo", **methods)
+    compressor = Compressor(config, SHAPES, manager=Manager(_quorum_id=1, _pg=pg, **place))
+    if worker == 0:
+        compressor._residuals.whole.hold({"weight": torch.ones(48, 32)})
+    total = torch.zeros(48, 32)
+    for step in range(3):
+        given = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        averages: Any = compressor.decompress(compressor.compress(given))
+        compressor._managed._manager.should_commit()
+        compressor._managed._manager._quorum_id += step == 1
+        total += given["weight"] - averages["weight"]
+    assert compressor._managed.begin()
+    left = total - compressor.error()["weight"]
+    dist.all_reduce(left)
+    torch.testing.assert_close(left, -torch.ones(48, 32), rtol=0, atol=1e-5)
 
 
 def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypatch: pytest.MonkeyPatch):
