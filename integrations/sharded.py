@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,15 @@ class ShardedHandle(Handle):
         # What a step has left of whole tensors waits for the step's end, which comes when the next one begins.
         return found if self.config.quantize is None else dataclasses.replace(found, error_bytes=2 * found.error_bytes)
 
-    def _place(self, name: str, error: Tensor) -> DTensor:
-        """Return a mean error as a DTensor with the parameter's shape and sharding."""
-        part = self._part_of(name)
-        own = error.view(tuple(self._engine.tensors()[name])).narrow(part.dim, part.first, part.length)
+    def _place(self, name: str, error: Tensor | None = None) -> DTensor:
+        """Return a mean error, or zeros, as a DTensor with the parameter's shape and sharding."""
+        part, shape = self._part_of(name), tuple(self._engine.tensors()[name])
+        if error is None:
+            error = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        own = error.view(shape).narrow(part.dim, part.first, part.length)
         # A copy, since torch.save() does not take a DTensor whose part is a view.
         local = own.to(part.mesh.device_type, copy=True).contiguous()
         return placed(local, part.mesh, part.placements, part.shape)
-
-    def _no_error(self, name: str, shape: Sequence[int]) -> DTensor:
-        return self._place(name, torch.zeros(tuple(shape), dtype=torch.float32, device="cpu"))
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:  # noqa: ARG002
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
@@ -111,9 +110,8 @@ class ShardedHandle(Handle):
         chosen = self.config.quantize and self.config.error_feedback and self._engine.tensors()
         errors: dict[str, DTensor] = {}
         if self._engine.given.error_feedback:
-            for name, shape in (chosen or shapes).items():
-                error = saved["matrices"].get(name, {}).pop("error", None)
-                errors[name] = self._no_error(name, shape) if error is None else self._place(name, error)
+            for name in chosen or shapes:
+                errors[name] = self._place(name, saved["matrices"].get(name, {}).pop("error", None))
         parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
         shards, squares = self._gather(parts), weighted_squares(errors)
         # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
@@ -252,10 +250,10 @@ class ShardedHandle(Handle):
         errors: dict[str, DTensor] = {}
         if self._engine.given.error_feedback:
             found, needed = {**vectors, **state_dict["error"]}, self._matrices()
-            for name, shape in known.items():
+            for name in known:
                 saved = saved_names.get(name, name)
                 if saved in found and saved in squares and (name in needed or saved in vectors):
-                    errors[name] = own_part(saved, found[saved], self._no_error(name, shape))
+                    errors[name] = own_part(saved, found[saved], self._place(name))
                 elif name in needed:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
         return nearest, errors, renamed(squares, rename)

@@ -1,0 +1,219 @@
+"""Steps of which a worker hears late, or otherwise than others, whether they were applied. Without a real manager."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.elastic.group import ManagedCommunicator
+from powersgd_triton.integrations.local_steps import LocalSteps
+from tests.support.distributed import on_workers
+from tests.support.elastic.alone import CONFIG, SHAPES, Manager
+
+
+@pytest.mark.parametrize("config", [{"rank": 2}, {"rank": 2, "algorithm": "alternating"}])
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], applied: bool):
+    """The same worker once votes for a step, and once hears that the others have applied it or not."""
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+    def after(heals: bool) -> dict[str, torch.Tensor]:
+        manager = Manager(_quorum_id=1)
+        compressor = Compressor(PowerSGDConfig(min_compression_rate=1, **config), SHAPES, manager=manager)
+        for _ in range(2):
+            compressor.compress(gradients)
+            manager.should_commit()
+        compressor.compress(gradients)
+        load, save = manager.states["powersgd"]
+        if heals:
+            # Of a worker that has applied this attempt, or another one at the same step.
+            state, quorum = save.__self__._shared(), 1 if applied else 7
+            assert save.__self__._attempt == (1, manager._step)
+            state["history"] = [[manager._step, quorum]]
+            manager._step += 1
+            load(state)
+        else:
+            manager.should_commit(applied=applied)
+        manager._quorum_id = 2
+        assert compressor._managed.begin()
+        return compressor.error()
+
+    healed, voted = after(True), after(False)
+    assert healed.keys() == voted.keys() != set()
+    for name, error in voted.items():
+        torch.testing.assert_close(healed[name], error, rtol=0, atol=0)
+
+
+def trained(compressor: Compressor, manager: Manager, votes: Sequence[bool]) -> torch.Tensor:
+    """What is left to be sent of the weight's gradients after so many steps, each followed by another model's step."""
+    owed = torch.zeros(48, 32)
+    for applied in votes:
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        averages = {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
+        compressor.decompress(compressor.compress(gradients), out=averages)
+        owed += gradients["weight"] - averages["weight"] * applied
+        manager.should_commit(applied=applied)
+        manager.should_commit()
+    return owed
+
+
+@pytest.mark.parametrize("votes", [[True] * 4, [False] * 4, [True, False]])
+@pytest.mark.parametrize("error_dtype", ["fp32", "bf16"])
+def test_models_are_trained_by_turns_and_saved(votes: Sequence[bool], error_dtype: str):
+    """A vote about a step of another model does not decide about the last step of this one, and saving changes none."""
+    manager = Manager(_quorum_id=1)
+    compressor = Compressor(PowerSGDConfig(rank=2, error_dtype=error_dtype), SHAPES, manager=manager)
+    owed = trained(compressor, manager, votes)
+    limit = 1e-5 if error_dtype == "fp32" else 0.1
+    assert (compressor.state_dict()["matrices"]["weight"]["error"] - owed).abs().max() < limit
+    assert compressor._managed.begin()
+    assert (compressor.error()["weight"] - owed).abs().max() < limit
+
+
+def test_a_saved_exchange_that_was_not_applied_is_sent_again():
+    net = nn.Linear(16, 24, bias=False)
+    manager = Manager(_quorum_id=1, start_quorum=lambda: None, votes=[True, False, True])
+    sync = LocalSteps(net, PowerSGDConfig(rank=2, min_compression_rate=1), every=1, manager=manager)
+    start, changes = net.weight.detach().clone(), torch.zeros(24, 16)
+    for step in range(3):
+        change = torch.randn(24, 16)
+        with torch.no_grad():
+            net.weight += change
+        changes += change
+        sync.step()
+        sync.state_dict()
+        manager._quorum_id += step == 1
+    left = net.weight.detach() - sync.error()["weight"]
+    torch.testing.assert_close(left, start + changes, rtol=0, atol=1e-5)
+
+
+def test_a_worker_that_heals_from_one_without_bases_keeps_its_error():
+    """As in the first step of a job, if only this worker has begun it."""
+    manager, source = Manager(_quorum_id=1), Manager()
+    compressor, _ = (Compressor(CONFIG, SHAPES, manager=worker) for worker in (manager, source))
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    compressor.compress(gradients)
+    manager.should_commit(applied=False)
+    manager.states["powersgd"][0](source.states["powersgd"][1]())
+    manager._quorum_id = 2
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    averages: Any = compressor.decompress(compressor.compress(zeros))
+    manager.should_commit()
+    assert averages["weight"].any()
+    left = averages["weight"] + compressor.error()["weight"]
+    torch.testing.assert_close(left, gradients["weight"])
+
+
+@pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
+@on_workers(2)
+def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: int, config: PowerSGDConfig):
+    place: dict[str, Any] = {"participating_rank": lambda: worker, "num_participants": lambda: world_size}
+    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    methods = {name: getattr(gloo, name) for name in ("allreduce", "allgather", "alltoall_base", "broadcast")}
+    pg = SimpleNamespace(getBackendName=lambda: "gloo", **methods)
+    compressor = Compressor(config, SHAPES, manager=Manager(_quorum_id=1, _pg=pg, **place))
+    if worker == 0:
+        compressor._residuals.whole.hold({"weight": torch.ones(48, 32)})
+    total = torch.zeros(48, 32)
+    for step in range(3):
+        given = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        averages: Any = compressor.decompress(compressor.compress(given))
+        compressor._managed._manager.should_commit()
+        compressor._managed._manager._quorum_id += step == 1
+        total += given["weight"] - averages["weight"]
+    assert compressor._managed.begin()
+    left = total - compressor.error()["weight"]
+    dist.all_reduce(left)
+    torch.testing.assert_close(left, -torch.ones(48, 32), rtol=0, atol=1e-5)
+
+
+def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypatch: pytest.MonkeyPatch):
+    """It has not heard of the end of a step, which another worker applies. That one is not in the next quorum."""
+    manager: Any = Manager(_quorum_id=1)
+    manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    averages: Any = compressor.decompress(compressor.compress(gradients))
+    load, save = manager.states["powersgd"]
+    state = save.__self__._shared()
+    manager.should_commit(applied=False)
+    manager._quorum_id = 2
+
+    def fails(communicator: Any, _: torch.Tensor) -> None:
+        communicator.lost = True
+        raise RuntimeError("a worker was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ManagedCommunicator, "gather", fails)
+        compressor.compress(gradients)
+    manager.should_commit(applied=False)
+    manager._quorum_id, manager._step, manager.errored = 3, 1, lambda: None
+    load({**state, "history": [[0, 1]]})
+    torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], gradients["weight"])
+
+
+def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
+    manager = Manager(_quorum_id=1, report_error=lambda _: None)
+    compressor = Compressor(PowerSGDConfig(rank=2, check_every=1), SHAPES, manager=manager)
+    # As of a tensor that was compressed before ranks were planned again.
+    unsent = torch.randn(1, 32)
+    compressor._residuals.whole.hold({"bias": unsent})
+
+    def fails() -> None:
+        compressor._managed._communicator.lost = True
+        raise RuntimeError("a worker was lost")
+
+    monkeypatch.setattr(compressor._engine.buckets, "end_step", fails)
+    compressor.decompress(compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()}))
+    manager.should_commit(applied=False)
+    manager._quorum_id = 2
+    assert compressor._managed.begin()
+    assert torch.equal(compressor.error()["bias"], unsent[0])
+
+
+def test_what_others_have_applied_of_an_exchange_is_not_sent_again():
+    """Also of tensors that are averaged exactly, whatever their shapes are."""
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(16, 24))
+    manager = Manager(_quorum_id=1, start_quorum=lambda: None, votes=[True, False])
+    config = PowerSGDConfig(rank=lambda name, _: 2 * (name == "1.weight"), min_compression_rate=1)
+    sync = LocalSteps(net, config, every=1, manager=manager)
+    load, save = manager.states["powersgd"]
+    state, theta = save(), sync.shared()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+    sync.step()
+    load({**state, "history": [[1, 1]]})
+    exact = {name: parameter for name, parameter in net.named_parameters() if name != "1.weight"}
+    for name, parameter in exact.items():
+        torch.testing.assert_close(parameter.detach() - sync.error()[name], theta[name], rtol=0, atol=1e-5)
+
+
+def test_local_steps_of_workers_that_differ(monkeypatch: pytest.MonkeyPatch):
+    """One has missed a quorum of which nothing was applied; another one trains other parameters; states are local."""
+    found = list[tuple[LocalSteps, Manager, nn.Sequential]]()
+    for trains in (True, False):
+        net, manager = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Manager(_quorum_id=1, start_quorum=lambda: None)
+        net[1].requires_grad_(trains)
+        found.append((LocalSteps(net, PowerSGDConfig(quantize="ternary"), every=1, manager=manager), manager, net))
+    (sync, manager, net), (_, other, _) = found
+    manager._quorum_id = 2
+    others = torch.tensor([8])
+    monkeypatch.setattr(
+        ManagedCommunicator, "gather", lambda _, own: torch.stack([own, others if len(own) == 1 else own])
+    )
+    sync.step()
+    assert sync.steps == 8
+    weight = net.get_parameter("0.weight")
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"heals trains '1.bias', '1.weight'"):
+        manager.states["powersgd"][0](other.states["powersgd"][1]())
+    assert torch.equal(weight, before)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no optimizer="):
+        LocalSteps(net, PowerSGDConfig(quantize="ternary"), manager=Manager(), optimizer=optimizer)
