@@ -38,9 +38,9 @@ def _with_own_parameters(method: F) -> F:
 
     @functools.wraps(method)
     @torch.no_grad()
-    def call(self: LocalSteps, *args: Any) -> Any:
+    def call(self: LocalSteps, *args: Any, **options: Any) -> Any:
         with self._outer.holding(theta=False):
-            return method(self, *args)
+            return method(self, *args, **options)
 
     return call  # type: ignore[return-value]
 

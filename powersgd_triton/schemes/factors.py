@@ -109,7 +109,9 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
                     moved = [] if earlier.error is None else [(earlier.first_row, earlier.error)]
                     residuals.moving[segment.name] = [*residuals.moving.get(segment.name, []), *moved]
             if loaded is not None:
-                complete &= _fill(own, loaded, kept)
+                if loaded.keys() - {"error"}:
+                    # Else it is this worker's own error, and others do not orthogonalize once more either.
+                    complete &= _fill(own, loaded, kept)
                 if bucket.M is not None and len(rows) > 1:
                     residuals.moving[segment.name] = [(0, loaded["error"])]
                 elif error is not None:
