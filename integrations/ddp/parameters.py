@@ -134,6 +134,10 @@ class UnusedParameters:
         self._seen: list[Product] = []
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
         self._is_view: dict[str, bool] = {}
+        # What gradients were like when the pass began, and those that a pass has left as they were: of an earlier pass,
+        # but DDP has copied them into the bucket.
+        self._before: dict[Tensor, tuple[int, int] | None] = {}
+        self._stale: dict[str, Tensor] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
         # Not a cycle, so that errors on a device are freed with the state.
         residuals.whole.late, residuals.decide = True, weakref.proxy(self)
@@ -153,20 +157,32 @@ class UnusedParameters:
                     unused = (counts == 0).unbind()
                     kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
                     for bucket in fresh:
-                        bucket.take_back(kept)
+                        bucket.take_back(kept, self._stale)
                     self._residuals.whole.take_back(kept)
                 self._residuals.whole.settle(self._step)
         self._seen = [bucket.product for bucket in buckets]
+        for parameter in self._names:
+            # Not again if gradients are accumulated without being averaged.
+            self._before.setdefault(parameter, _mark(parameter))
 
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
-        """Note which gradients of a bucket are views of it in this step."""
+        """Note which gradients of a bucket are views of it in this step, and which are of an earlier pass."""
         for place, parameter in zip(places, parameters, strict=True):
-            gradient = parameter.grad
-            self._is_view[self._names[parameter]] = gradient is not None and gradient.data_ptr() == place.data_ptr()
+            gradient, name, before = parameter.grad, self._names[parameter], self._before.pop(parameter, None)
+            self._is_view[name] = gradient is not None and gradient.data_ptr() == place.data_ptr()
+            self._stale.pop(name, None)
+            if before is not None and before == _mark(parameter) and not self._is_view[name]:
+                self._stale[name] = place.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle or a copy of the DDP model contains this hook. There it does nothing.
         return functools.partial, (_nothing,)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int] | None:
+    """Return what changes when a backward pass adds to a parameter's gradient."""
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
 def _nothing(*_: Any) -> None: ...

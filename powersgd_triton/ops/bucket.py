@@ -110,8 +110,17 @@ class Bucket:
         if self.M:
             self.applied = verdict
 
-    def take_back(self, unsent: Mapping[str, Tensor]) -> None:
-        """Leave matrices out of the pending product where the scalar ``unsent[name]`` is True, so that E keeps them."""
+    def take_back(self, unsent: Mapping[str, Tensor], stale: Mapping[str, Tensor]) -> None:
+        """Leave matrices out of the pending product where the scalar ``unsent[name]`` is True, so that E keeps them.
+
+        ``stale`` are gradients that M then has to lose. A node's workers have no M of their own, which keeps them.
+        """
+        applied = self.applied
+        assert applied is not None
+        for name in () if self.shared else stale.keys() & unsent.keys() & self.buffers.keys():
+            M = self.buffers[name]
+            counts = unsent[name].to(M.device) & (applied > 0)
+            M.sub_(torch.where(counts, stale[name].to(M.dtype).reshape(M.shape), 0))
         masks = []
         never = torch.zeros((), dtype=torch.bool, device=self.message_P.device)
         for group in self.layout.groups:

@@ -89,3 +89,30 @@ def test_what_ddp_leaves_out_is_not_planned_for(worker: int, workers: int) -> No
     assert [tensor.name for tensor in state.report().tensors] == ["0.weight", "0.bias", "1.bias", "2.bias"]
     assert state.error().keys().isdisjoint({"1.weight", "2.weight"})
     state.load_state_dict(state.state_dict())
+
+
+@pytest.mark.parametrize("fields", [{"rank": 999}, {"rank": 999, "algorithm": "alternating"}], ids=str)
+@on_workers(2)
+def test_gradients_of_an_earlier_pass_are_not_sent_again(worker: int, world_size: int, fields: dict[str, Any]) -> None:
+    """DDP copies them into the bucket of a pass in which no worker uses their parameters. Full rank loses nothing."""
+
+    def run(*, compressed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20))
+        replica = DistributedDataParallel(layers, find_unused_parameters=True)
+        if compressed:
+            attach(replica, **fields, min_compression_rate=0, error_dtype="fp32")
+        found = list[Tensor]()
+        for step in range(8):
+            trained, frozen = (layers[0], layers[2]) if step % 2 else (layers[2], layers[0])
+            frozen.requires_grad_(False)
+            if step % 4 < 2:
+                trained.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + worker)
+            replica(torch.randn(4, 20, generator=generator)).square().mean().backward()
+            frozen.requires_grad_(True)
+            found += [parameter.grad.clone() for parameter in trained.parameters() if parameter.grad is not None]
+        return found
+
+    for ours, expected in zip(run(compressed=True), run(compressed=False), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
