@@ -208,9 +208,10 @@ class Managed:
         engine, residuals = self._engine, self._engine.residuals
         saved, errors = SavedState.parse(state, needs_errors=False), {} if fresh else residuals.error(engine.step)
         for name, parts in saved.matrices.items() if engine.given.error_feedback else ():
-            size = saved.tensors[name]
-            zeros = torch.zeros(size.rows, size.m, dtype=torch.float32, device="cpu")
-            parts["error"] = errors.pop(name, zeros)
+            if name not in errors:
+                size = saved.tensors[name]
+                errors[name] = torch.zeros(size.rows, size.m, dtype=torch.float32, device="cpu")
+            parts["error"] = errors.pop(name)
         # The other worker may not have taken a step with these tensors: their bases are new, also those of matrices.
         saved.tensors.update({name: Size(*error.shape) for name, error in errors.items()})
         saved.matrices.update({name: {"error": error} for name, error in errors.items()})
