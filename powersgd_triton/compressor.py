@@ -142,10 +142,11 @@ class Compressor(Handle):
         managed = self._managed
         if managed is None:
             return self._compress(gradients)
-        found = managed.guarded(lambda: self._compress(gradients)) if managed.begin() else None
+        found: Compressed | None = managed.guarded(lambda: self._compress(gradients)) if managed.begin() else None
+        if found is not None:
+            return found
         zero = torch.zeros((), device=next((device for *_, device in self._known().values()), "cpu"))
-        average = FlatAverage(self._exact, zero.expand(self._exact.numel))
-        return found or Compressed(average, self._step.iteration, zero)
+        return Compressed(FlatAverage(self._exact, zero.expand(self._exact.numel)), self._step.iteration, zero)
 
     def _compress(self, gradients: Gradients) -> Compressed:
         named = self._examined(lambda: by_name(gradients, self._exact, self._kinds))
