@@ -37,10 +37,8 @@ def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -
 
 def saved_facts(saved: SavedState) -> dict[str, Any]:
     """Return what must be equal where a state is loaded. The errors are not in it, since only their mean matters."""
-    # Under a manager, others may have none.
-    own = {name for name, parts in saved.matrices.items() if saved.own and "basis" not in parts}
-    facts: dict[str, Any] = {f"saved size of {n!r}": list(size) for n, size in saved.tensors.items() if n not in own}
-    for name, parts in ((name, parts) for name, parts in saved.matrices.items() if name not in own):
+    facts: dict[str, Any] = {f"saved size of {name!r}": list(size) for name, size in saved.tensors.items()}
+    for name, parts in saved.matrices.items():
         facts[f"saved parts of {name!r}"] = {
             key: list(part.shape) if key == "error" else int(fingerprint(part)) for key, part in parts.items()
         }

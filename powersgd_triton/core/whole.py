@@ -57,6 +57,12 @@ class WholeErrors:
         """Hold {name: E} until they are added to the next gradients of these tensors."""
         self._remaining = self._unsent() | errors
 
+    def take(self, name: str) -> Tensor | None:
+        """Return the remaining error of a tensor that is compressed now, and no longer hold it."""
+        unsent = self._unsent()
+        # Whether a step has sent it is not known yet.
+        return None if name in self._added else unsent.pop(name, None)
+
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
         """Return M = G + E of tensors that are sent whole, flat, in fp32."""
         if not self._plan.config.error_feedback:

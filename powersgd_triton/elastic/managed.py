@@ -17,7 +17,6 @@ from powersgd_triton.core.loading import adopt
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.elastic.unsettled import Unsettled
-from powersgd_triton.layout.matrices import Size
 
 REMEMBERED = 1000
 """Steps of which a worker that heals can learn whether they were applied."""
@@ -212,8 +211,6 @@ class Managed:
                 size = saved.tensors[name]
                 errors[name] = torch.zeros(size.rows, size.m, dtype=torch.float32, device="cpu")
             parts["error"] = errors.pop(name)
-        # The other worker may not have taken a step with these tensors: their bases are new, also those of matrices.
-        saved.tensors.update({name: Size(*error.shape) for name, error in errors.items()})
-        saved.matrices.update({name: {"error": error} for name, error in errors.items()})
         engine.plan.connect(self._manager.num_participants())
         adopt(engine, dataclasses.replace(saved, own=True), LoadReport())
+        residuals.whole.hold(errors)

@@ -92,7 +92,7 @@ class Unsettled(Listener):
                 whole.left, whole.verdict = dict(self.left), verdict
                 whole.settle(self._engine.step)
             if applied:
-                whole.hold({name: -sent.reshape(1, -1) for name, sent in self.exact.items()})
+                whole.hold({name: -sent for name, sent in self.exact.items()})
         self.exact = {}
         self.products.clear()
         self.left.clear()

@@ -109,13 +109,14 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
                     moved = [] if earlier.error is None else [(earlier.first_row, earlier.error)]
                     residuals.moving[segment.name] = [*residuals.moving.get(segment.name, []), *moved]
             if loaded is not None:
-                if loaded.keys() - {"error"}:
-                    # Else it is this worker's own error, and others do not orthogonalize once more either.
-                    complete &= _fill(own, loaded, kept)
+                complete &= _fill(own, loaded, kept)
                 if bucket.M is not None and len(rows) > 1:
                     residuals.moving[segment.name] = [(0, loaded["error"])]
                 elif error is not None:
                     error.copy_(loaded["error"])
+            if error is not None and len(rows) == 1 and (left := residuals.whole.take(segment.name)) is not None:
+                # Of a matrix of which the worker from which this one heals has no basis.
+                error.add_(left.to(error.device).view_as(error))
             # Last, so that a failed allocation loses nothing.
             residuals.matrices[segment.name] = Matrix(error, rows, rows[bucket.worker][0], own, bucket)
             residuals.loaded.matrices.pop(segment.name, None)
