@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import table
-from tests.support.elastic.run import Outcome, run
-from tests.support.elastic.worker import Fault, Scenario
+from tests.support.elastic.ledger import Outcome
+from tests.support.elastic.run import run
+from tests.support.elastic.trainers import Fault, Scenario
 from tests.support.programs import DOCS, output_of, snippets
 
 pytest.importorskip("torchft")

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.elastic.run import Outcome, run
-from tests.support.elastic.worker import WORKERS, Fault, Scenario
+from tests.support.elastic.ledger import Outcome
+from tests.support.elastic.run import run
+from tests.support.elastic.trainers import Fault, Scenario
+from tests.support.elastic.worker import WORKERS
 
 PAGE = Path("docs", "guides", "torchft.md")
 HEAD = (
