@@ -38,7 +38,8 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
             # This worker's part of them, without the second that DTensor takes for its first product.
-            along = [part if part.is_shard(dim) else Replicate() for part in error.placements]
+            # Not ``is_shard``: it is false where FSDP divides what tensor parallelism divides along the same dimension.
+            along = [part if getattr(part, "dim", None) == dim else Replicate() for part in error.placements]
             squares *= distribute_tensor(weights, mesh, along, src_data_rank=None).to_local()
         alike.setdefault((mesh, error.placements), {})[name] = squares.sum()
     totals: dict[str, float] = {}
@@ -94,8 +95,9 @@ def cut(whole: int, workers: DeviceMesh) -> tuple[int, int]:
     return first, min(size, whole - first)
 
 
-def no_error(parameter: DTensor) -> DTensor:
-    """Return an error of zeros, placed like a parameter."""
+def no_error(found: Any) -> DTensor:
+    """Return an error of zeros, placed like the parameter that an object of FSDP2 has now."""
+    parameter = found.sharded_param
     shape = real_shape(parameter.to_local().shape, parameter.dtype)
     local = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
     return placed(local, parameter.device_mesh, parameter.placements, real_shape(parameter.shape, parameter.dtype))

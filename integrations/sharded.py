@@ -292,7 +292,8 @@ class WholeHandle(ShardedHandle):
         if len(ranks) == dist.get_world_size():
             group = new_group(group, ranks, torch.device(self._mesh.device_type))
         others = [workers.group for workers in self._communicator.others if workers.group is not None]
-        self._engine.connect(Communicator(group, others, node_group=node_group))
+        repeats = self._communicator.repeats
+        self._engine.connect(Communicator(group, others, node_group=node_group, repeats=repeats))
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:
         # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.

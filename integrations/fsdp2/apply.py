@@ -83,24 +83,37 @@ def apply_powersgd(
         if len(states) > 1:
             check_shared(config)
         first = next(iter(states.values()))
-        left = {name: p.sharded_param for unit in left_out for name, p in unit.parameters.items()}
+        left = {name: p for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
-        first._left = {name: functools.partial(no_error, p) for name, p in left.items() if p.dim() > 1}
+        first._left = {n: functools.partial(no_error, p) for n, p in left.items() if p.sharded_param.dim() > 1}
         return states, {"averaged together": [each.names for each in averaging]}, {}
 
     # Collectives follow, so that no worker may raise an error alone.
     states = together("apply_powersgd", prepare, divisions[0].communicator)
-    # A program may call the parts of a container by themselves, such as the two models of a GAN.
-    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    inner = {child for module in modules for child in module.modules() if child is not module}
-    engines = [state._engine for state in states.values()]
-    passes = Passes([module for module in modules if module not in inner], engines)
+    # A program may call the parts of a model by themselves, such as the two models of a GAN.
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    passes = Passes(modules, [state._engine for state in states.values()])
+    for module in modules:
+        # Methods that were given to torch's ``register_fsdp_forward_method`` call this one, and no hooks.
+        inner: Any = module._get_fsdp_state()
+        inner._pre_forward = _after(passes.note, inner._pre_forward)
     for state in states.values():
         state._take_over(passes)
     first = next(iter(states.values()))
     if first.left_out:
         logger.info("PowerSGD leaves to FSDP what no other replica or shard has: %s", listing(first.left_out))
     return first if len(states) == 1 else DividedState(states, passes)
+
+
+def _after(first: Callable[[], None], act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls both."""
+
+    @functools.wraps(act)
+    def both(*args: Any) -> Any:
+        first()
+        return act(*args)
+
+    return both
 
 
 class DividedState(Several[ShardedHandle], ShardedHandle):

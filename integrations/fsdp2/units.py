@@ -196,7 +196,7 @@ class Division:
 
     @functools.cached_property
     def communicator(self) -> Communicator:
-        return Communicator(self.group, self.others)
+        return Communicator(self.group, self.others, repeats=self.repeats)
 
 
 def divide(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Division]:

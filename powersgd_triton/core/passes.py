@@ -24,9 +24,10 @@ class Passes:
     def __init__(self, modules: Iterable[nn.Module], engines: Sequence[Engine]) -> None:
         self._engines, self._forward = engines, False
         for module in modules:
-            module.register_forward_pre_hook(torch.compiler.disable(self._note))
+            module.register_forward_pre_hook(torch.compiler.disable(self.note))
 
-    def _note(self, *_: object) -> None:
+    def note(self, *_: object) -> None:
+        """Note that a part of the model is computed."""
         # Without gradients no backward pass follows, and a worker may evaluate alone. With activation checkpointing, a
         # backward pass runs forward passes.
         self._forward |= torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0

@@ -50,7 +50,11 @@ def measured(buckets: Iterable[Bucket], communicator: Communicator) -> Callable[
                 squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
                 totals.append(squares / bucket.partition.workers)
     # All workers have the columns of the average. Of ‖M_w‖², each has its own.
-    copy = HostCopy(torch.cat([communicator.mean(torch.stack(totals)), *columns]))
+    energies = torch.cat([communicator.mean(torch.stack(totals)), *columns])
+    for others in communicator.others if communicator.repeats else ():
+        # Of parts of a matrix, so that all plan alike.
+        others.mean(energies)
+    copy = HostCopy(energies)
 
     def spectra() -> Spectra:
         numbers = iter(copy.numbers())

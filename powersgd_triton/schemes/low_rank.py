@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from powersgd_triton.comm.communicator import Work
-from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
+import torch
+
+from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.exchange import Collectives, share_of_sum, sum_over_workers
 from powersgd_triton.core.scheme import Scheme, Task
 from powersgd_triton.layout.matrices import products
-from powersgd_triton.ops.backend import Backend, Workspace
+from powersgd_triton.ops.backend import Backend, Message, Workspace
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
@@ -49,15 +51,28 @@ class LowRank(Scheme):
                 # M = G + E, P = M Q. The error buffer still holds the last step's M. Subtracting that step's P̂ Qᵀ and
                 # adding G takes one pass over memory. Then P ← Σ P over the workers, with the bypass tensors.
                 message = backend.project(gradients, step, repetition)
-                yield from sum_over_workers(backend, message, communicator)
+                yield from _sum(backend, message, communicator)
             if backprojects:
                 # P̂ = orthogonalize(P), Q = Mᵀ P̂. All workers compute the same bits of P̂ from the same sum, so P̂ is
                 # not sent. (In the alternating algorithm P̂ comes from the turn before, and this product compensates M.)
                 # Then Q̄ = mean of Q. Each worker keeps its own Q: it has sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
                 message = backend.backproject(gradients, step, repetition)
-                yield from sum_over_workers(backend, message, communicator)
+                yield from _sum(backend, message, communicator)
             # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
             # workers, M gets back what it had, the basis stays, and the step's verdict becomes 0.
             backend.commit(gradients, step, repetition)
         # Ĝ = P̂ Q̄ᵀ is not computed before it is written.
         return backend
+
+
+def _sum(backend: Backend, message: Message, communicator: Communicator) -> Collectives:
+    """Sum a message in place. With copies of a matrix elsewhere, it is NaN unless that of all others is finite.
+
+    Else an overflow in a tensor that differs there would drop a gradient from one of the copies' errors alone.
+    """
+    yield from sum_over_workers(backend, message, communicator)
+    if communicator.repeats:
+        finite = message.content.isfinite().all().float()
+        for others in communicator.others:
+            others.minimum(finite)
+        message.content.mul_(torch.where(finite > 0, 1.0, torch.nan))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -79,4 +79,41 @@ def by_themselves(worker: int, world_size: int) -> None:
     assert any(error.any() for error in before.values())
 
 
-test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves)}, 4)
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.weight = nn.Parameter(torch.eye(24))
+
+    def project(self, values: Tensor) -> Tensor:
+        product: Tensor = values @ self.weight
+        return product
+
+    def forward(self, values: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(self.project(values)))
+        return found
+
+
+def by_methods(worker: int, world_size: int) -> None:
+    """So is one that inner modules run, or a method that FSDP does not know as the forward pass."""
+    values = torch.arange(worker, worker + 24.0).repeat(8, 1).requires_grad_()
+    found = list[dict[str, Tensor]]()
+    for then in (None, "second", "project"):
+        torch.manual_seed(0)
+        model = Parts()
+        for unit in (model.first, model.second, model):
+            fully_shard(unit, mesh=full_mesh(world_size))
+        register_fsdp_forward_method(model, "project")
+        state = apply_powersgd(model, RANK_2)
+        model(values).sum().backward()
+        model.first(values).square().sum().backward()
+        if then is not None:
+            (math.nan * getattr(model, then)(values).sum()).backward()
+        found.append(means(state.error()))
+        assert state.iteration == 2 + (then is not None)
+    assert same_bits(found[1], found[0])
+    assert same_bits(found[2], found[0])
+    assert found[0]["first.weight"].any()
+
+
+test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves, by_methods)}, 4)
