@@ -111,9 +111,12 @@ def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"error": errors, "factors": factors.getvalue(), "iteration": max(state["iteration"] for state in states)}
 
 
-def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:
+def read_factors(
+    content: Any, worker: int, workers: int, copies: Mapping[str, int]
+) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:
     """Return {name: parts} and the plan of one saved shard, the squares, and whole errors of vectors.
 
+    ``copies`` has the index of the worker whose shard is read instead, for tensors that must be equal on several.
     ValueError: They have another format.
     """
     try:
@@ -122,7 +125,7 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
     except Exception as error:
         raise ValueError(f"the factors in the saved state cannot be read: {error!r}") from error
     if isinstance(found, Mapping) and isinstance(found.get("joined"), list):
-        parts = [read_factors(part, worker, workers) for part in found["joined"]]
+        parts = [read_factors(part, worker, workers, copies) for part in found["joined"]]
         plan: dict[str, Any] = {}
         for key, ours in (item for part in parts for item in part[1].items()):
             plan[key] = plan.get(key, {}) | ours
@@ -146,10 +149,16 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
         raise ValueError("the errors of vectors in the saved state must be {name: tensor}")
     # The one with the first rows of this worker's shard, unless the number of tensor-parallel workers changed.
     index = worker * len(shards) // workers
+    place = {name: other * len(shards) // workers for name, other in copies.items()}
+    chosen = {name: shards[place.get(name, index)].get(name, parts) for name, parts in shards[index].items()}
+    plan = {
+        key: {name: plans[place.get(name, index)].get(key, {}).get(name, value) for name, value in part.items()}
+        for key, part in plans[index].items()
+    }
     # A left basis has the rows of a shard, so it only fits the same number of shards.
     keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
-    matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in shards[index].items()}
-    return matrices, plans[index], dict(squares), dict(vectors)
+    matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in chosen.items()}
+    return matrices, plan, dict(squares), dict(vectors)
 
 
 def fitting(saved: Mapping[str, Tensor], size: Size, error: Tensor | None) -> dict[str, Tensor]:

@@ -83,12 +83,22 @@ class ShardedHandle(Handle):
         """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
         return error.to_local()
 
-    def _shard(self) -> tuple[int, int]:
-        """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows."""
+    def _shard(self, name: str | None = None) -> tuple[int, int]:
+        """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows.
+
+        With the name of a tensor, workers that have the same part of it have one index: that of the first of them.
+        """
         index, number = 0, 1
         for workers in reversed(self._communicator.others):
-            index, number = index * workers.world_size + workers.index, number * workers.world_size
+            own = workers.index if name is None or self._divides(workers, name) else 0
+            index, number = index * workers.world_size + own, number * workers.world_size
         return index, number
+
+    def _divides(self, workers: Communicator, name: str) -> bool:
+        """Return whether the workers have different parts of a tensor."""
+        part, ranks = self._part_of(name), dist.get_process_group_ranks(workers.group)
+        groups = (part.mesh.get_group(dim) for dim, each in enumerate(part.placements) if not each.is_replicate())
+        return any(dist.get_process_group_ranks(group) == ranks for group in groups)
 
     def _gather(self, factors: Any) -> list[Any]:
         """Return the factors of all shards. Collective."""
@@ -236,7 +246,9 @@ class ShardedHandle(Handle):
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
-        matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard())
+        saved_names = {new: old for old, new in rename.items()}
+        copies = {saved_names.get(name, name): self._shard(name)[0] for name in self._communicator.copies}
+        matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard(), copies)
         # A saved state may have tensors that other workers average here; see ``fsdp2.DividedState``.
         known = self._engine.tensors()
         plan = {key: renamed(part, rename) for key, part in plan.items()}
@@ -246,7 +258,6 @@ class ShardedHandle(Handle):
             "matrices": renamed(matrices, rename),
             "plan": {k: {n: v for n, v in p.items() if n in known or k == "settled"} for k, p in plan.items()},
         }
-        saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
         if self._engine.given.error_feedback:
             found, needed = {**vectors, **state_dict["error"]}, self._matrices()
@@ -292,8 +303,8 @@ class WholeHandle(ShardedHandle):
         if len(ranks) == dist.get_world_size():
             group = new_group(group, ranks, torch.device(self._mesh.device_type))
         others = [workers.group for workers in self._communicator.others if workers.group is not None]
-        repeats = self._communicator.repeats
-        self._engine.connect(Communicator(group, others, node_group=node_group, repeats=repeats))
+        copies = self._communicator.copies
+        self._engine.connect(Communicator(group, others, node_group=node_group, copies=copies))
 
     def _fetched(self, name: str, error: DTensor) -> Tensor:
         # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.

@@ -72,7 +72,7 @@ def apply_powersgd(
             else:
                 states[name] = FullShardState(config, division)
                 refuse_auto(config, "a sharded model without replicas")
-            if config.whole_format and division.repeats:
+            if config.whole_format and division.copies:
                 field = "quantize" if config.quantize else "bypass"
                 raise ValueError(
                     f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
@@ -86,7 +86,12 @@ def apply_powersgd(
         left = {name: p for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
         first._left = {n: functools.partial(no_error, p) for n, p in left.items() if p.sharded_param.dim() > 1}
-        return states, {"averaged together": [each.names for each in averaging]}, {}
+        plans = {name: state._engine.plan for name, state in states.items()}
+        # Of copies, also on workers with parts of other sizes.
+        ranks = {
+            f"rank of {n!r}": rank for plan in plans.values() for n, rank in plan.ranks.items() if n in plan.copies
+        }
+        return states, {"averaged together": [each.names for each in averaging], **ranks}, {}
 
     # Collectives follow, so that no worker may raise an error alone.
     states = together("apply_powersgd", prepare, divisions[0].communicator)

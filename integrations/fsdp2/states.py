@@ -38,7 +38,7 @@ class HybridShardState(ShardedHandle):
     def __init__(self, model: nn.Module, config: PowerSGDConfig, division: Division, names: set[str]) -> None:
         units, communicator = division.units, division.communicator
         own = functools.partial(shapes, units, padded=True)
-        engine = new_engine(config, communicator, own, buckets=len(units), quantizes=not division.repeats)
+        engine = new_engine(config, communicator, own, buckets=len(units), quantizes=not division.copies)
         super().__init__(engine, functools.partial(part_of, units))
         self._model, self._units, self._equal = model, units, False
         self._shared = names
@@ -176,7 +176,7 @@ class FullShardState(WholeHandle):
     def __init__(self, config: PowerSGDConfig, division: Division) -> None:
         units, communicator = division.units, division.communicator
         whole = functools.partial(shapes, units, padded=False)
-        engine = new_engine(config, communicator, whole, buckets=len(units), quantizes=not division.repeats)
+        engine = new_engine(config, communicator, whole, buckets=len(units), quantizes=not division.copies)
         mesh = units[0].parameter_group.mesh_info.mesh
         super().__init__(engine, mesh, functools.partial(part_of, units, workers=mesh))
         self._units = units

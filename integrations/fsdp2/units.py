@@ -182,21 +182,22 @@ class Division:
         """Whether the workers are replicas."""
         return self.units[0].replicas is not None
 
-    @property
-    def repeats(self) -> bool:
-        """Whether workers that do not average with each other hold equal tensors, as with tensor parallelism."""
+    @functools.cached_property
+    def copies(self) -> frozenset[str]:
+        """The tensors of which workers that do not average with each other have copies, as with tensor parallelism."""
         workers = math.prod(map(dist.get_world_size, (self.group, *self.others)))
         replicas = dist.get_world_size(self.group) if self.hybrid else 1
+        found = {name: p.sharded_param for unit in self.units for name, p in unit.named_parameters.items()}
         # Into how many parts each parameter is divided, by FSDP and by other parallelism.
-        parts = (
-            math.prod(p.device_mesh.size(dim) for dim, each in enumerate(p.placements) if not each.is_replicate())
-            for p in (p.sharded_param for unit in self.units for p in unit.named_parameters.values())
-        )
-        return any(number * replicas < workers for number in parts)
+        parts = {
+            name: math.prod(p.device_mesh.size(dim) for dim, each in enumerate(p.placements) if not each.is_replicate())
+            for name, p in found.items()
+        }
+        return frozenset(name for name, number in parts.items() if number * replicas < workers)
 
     @functools.cached_property
     def communicator(self) -> Communicator:
-        return Communicator(self.group, self.others, repeats=self.repeats)
+        return Communicator(self.group, self.others, copies=self.copies)
 
 
 def divide(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Division]:

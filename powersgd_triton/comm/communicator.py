@@ -25,7 +25,7 @@ class Communicator:
             they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
         collectives: ``torch.distributed``, or a module with functions of the same names, such as ``deepspeed.comm``.
         node_group: Groups of the workers that share a node and its network card; see ``nodes.NodeGroup``.
-        repeats: Whether workers of ``others`` have copies of some of this worker's tensors, which must stay equal.
+        copies: Names of tensors of which workers of ``others`` have copies, which must stay equal.
 
     Attributes:
         inside: Collectives of the workers of this node. None without a hierarchy, and before ``form_nodes``.
@@ -39,7 +39,7 @@ class Communicator:
         collectives: Any = dist,
         node_group: NodeGroup = None,
         *,
-        repeats: bool = False,
+        copies: frozenset[str] = frozenset(),
     ) -> None:
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
@@ -52,7 +52,7 @@ class Communicator:
         # Refuses what cannot be one.
         given_groups(node_group)
         self.group, self.node_group, self._collectives = group, node_group, collectives
-        self.others, self.repeats = tuple(Communicator(other) for other in others), repeats
+        self.others, self.copies = tuple(Communicator(other) for other in others), copies
         self.inside: Communicator | None = None
         self.across: Communicator = self
         # All workers, whose calls end the wait for a collective.

@@ -50,11 +50,7 @@ def measured(buckets: Iterable[Bucket], communicator: Communicator) -> Callable[
                 squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
                 totals.append(squares / bucket.partition.workers)
     # All workers have the columns of the average. Of ‖M_w‖², each has its own.
-    energies = torch.cat([communicator.mean(torch.stack(totals)), *columns])
-    for others in communicator.others if communicator.repeats else ():
-        # Of parts of a matrix, so that all plan alike.
-        others.mean(energies)
-    copy = HostCopy(energies)
+    copy = HostCopy(torch.cat([communicator.mean(torch.stack(totals)), *columns]))
 
     def spectra() -> Spectra:
         numbers = iter(copy.numbers())
@@ -74,6 +70,7 @@ class RankPlan:
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
         quantizes: Whether gradients may be quantized, if something is to be chosen.
+        copies: See ``Communicator``.
         settled: What ``settle`` got. None before.
         spectra: Those of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
@@ -83,7 +80,7 @@ class RankPlan:
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config, self.given, self._workers = config, config, 1
         self.buckets: int | None = None
-        self.quantizes = True
+        self.quantizes, self.copies = True, frozenset[str]()
         self.settled: dict[str, Any] | None = None
         self.tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
@@ -169,6 +166,8 @@ class RankPlan:
     def _replan(self) -> bool:
         """Make and adopt a plan from the pending measurement. Return whether there was one."""
         spectra, self.pending = self.pending() if self.pending else {}, None
+        # Workers that have a copy plan by the demands of other matrices: copies keep their ranks.
+        spectra = {name: spectrum for name, spectrum in spectra.items() if name not in self.copies}
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
         total = sum(found.values())
         if not (math.isfinite(total) and total > 0):

@@ -64,5 +64,5 @@ def new_engine(
     scheme = Configured(factors) if config.quantize or config.measures else factors
     engine = Engine(scheme, config, communicator, tensors, device, **options)
     # Exchanges of local steps are rare, and memory counts more.
-    engine.residuals.whole.in_place, engine.plan.quantizes = rounds, quantizes
+    engine.residuals.whole.in_place, engine.plan.quantizes, engine.plan.copies = rounds, quantizes, communicator.copies
     return engine
