@@ -35,8 +35,8 @@ def plain_name(name: str) -> str:
 
 
 def uncompiled(model: Any) -> Any:
-    """Return a model without what ``torch.compile`` wraps around it."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+    """Return a model without what ``torch.compile`` wraps around it, unless ``fully_shard`` was applied to that."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) and not hasattr(model, "_get_fsdp_state"):
         model = inner
     return model
 

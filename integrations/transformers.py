@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ __all__ = ["PowerSGDCallback"]
 class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Compress the gradients of a ``Trainer``'s model in ``train()``, and save the state in its checkpoints.
 
-    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint, another ``train()`` from the last.
+    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. Another ``train()`` continues from the
+    last state, unless ``model_init`` has made a new model.
 
     Args:
         trainer: The ``Trainer``.
@@ -45,6 +47,8 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._config = chosen(config, options)
         self._checkpoint: Any = None
         self._trial: Any = None
+        # The model of the last train().
+        self._model: weakref.ref[Any] | None = None
         train = trainer.train
 
         # Callbacks are not told of the arguments.
@@ -57,6 +61,11 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 # The Trainer chooses the last checkpoint in the same way.
                 self._checkpoint = get_last_checkpoint(trainer.args.output_dir)
             self._trial = given.get("trial")
+            callbacks = trainer.callback_handler.callbacks
+            if self in callbacks:
+                # First, since others take what is in a checkpoint when it is saved, such as that of Ray Train.
+                callbacks.remove(self)
+                callbacks.insert(0, self)
             return train(*args, **kwargs)
 
         trainer.train = noting
@@ -66,8 +75,9 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if args.world_size == 1:
             announce("powersgd: off, since there is only one process and nothing to send")
             return
-        trainer = self._trainer
-        before = self.powersgd
+        trainer, before, earlier = self._trainer, self.powersgd, self._model
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._model = weakref.ref(model)
         self.powersgd = attach(trainer.model_wrapped, self._config, loss_scale=trainer.accelerator.scaler)
         if self._checkpoint is not None:
             # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
@@ -75,7 +85,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         elif state.global_step:
             # The train() of a subclass may choose the checkpoint by itself.
             logger.warning("powersgd: train() resumes, but was not given a checkpoint: errors are not those in it")
-        elif before is not None and before is not self.powersgd:
+        elif before not in (None, self.powersgd) and earlier is not None and earlier() is model:
             # With auto_find_batch_size, the Trainer wraps the model anew.
             self.powersgd.load_state_dict(before.state_dict())
 

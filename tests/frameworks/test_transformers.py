@@ -26,6 +26,7 @@ from tests.support.training import complaint
 
 pytest.importorskip("transformers")
 
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import HPSearchBackend
 
@@ -103,3 +104,30 @@ def test_wrong_use_and_folders_and_checkpoints_that_others_choose(worker: int, w
     trainer.train(trial=trial)
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("search/**/powersgd*"))
     assert found == [f"search/run-3/checkpoint-{step}/powersgd.pt" for step in (Job.SAVED, Job.STEPS)]
+
+
+class Copying(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Takes checkpoints when they are saved, as that of Ray Train does."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.found.append(Path(args.output_dir, f"checkpoint-{state.global_step}", "powersgd.pt").is_file())
+
+
+@on_workers(2)
+def test_a_new_model_and_other_callbacks(worker: int, workers: int, tmp_path: Path):
+    be_launched(worker, workers)
+    job = Job(DDP, tmp_path, RANK_4, save=True)
+    trainer = trainer_for(dataclasses.replace(job, options=None))
+    trainer.model_init = job.net
+    copying = Copying()
+    callback = PowerSGDCallback(trainer, **RANK_4)
+    for each in (copying, callback):
+        trainer.add_callback(each)
+    for _ in range(2):
+        trainer.train()
+        # Errors of another model do not belong to this one.
+        assert callback.powersgd.iteration == Job.STEPS  # type: ignore[union-attr]
+    assert copying.found == [True] * 4

@@ -15,8 +15,8 @@ from tests.support.distributed import folder
 from tests.support.sharded_training import hybrid_mesh, make_test
 from tests.support.tensor_parallel import mesh_of
 
-PLANNED = PowerSGDConfig(compression=2, replan_every=2, min_compression_rate=1)
-SHAPES = {"split": (16, 12), "copied": (12, 12)}
+PLANNED = PowerSGDConfig(compression=8, replan_every=2, min_compression_rate=1)
+SHAPES = {"split": (64, 48), "copied": (48, 48)}
 
 
 class Net(nn.Module):
@@ -49,7 +49,7 @@ def train(net: Net, steps: range, worker: int, parts: int) -> None:
         seeds = {"split": 100 * step + worker, "copied": 100 * step + 50 + worker // parts}
         given = {n: torch.randn(SHAPES[n], generator=torch.Generator().manual_seed(seed)) for n, seed in seeds.items()}
         # Their parts have other demands.
-        given["split"] = given["split"][: SHAPES["split"][0] // parts] * (1 + worker % parts)
+        given["split"] = given["split"][: SHAPES["split"][0] // parts] * 10 ** (worker % parts)
         if step == 1 and worker == 1:
             given["split"][0, 0] = math.inf
         net.zero_grad()
