@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
@@ -26,7 +27,12 @@ _followed: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 def compress(
-    accelerator: Accelerator, model: nn.Module, config: PowerSGDConfig | None = None, **options: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    config: PowerSGDConfig | None = None,
+    *,
+    node_group: NodeGroup = None,
+    **options: Any,
 ) -> Handle:
     """Compress the gradients of a prepared model, from its next step on. Collective. Prints one line on worker 0.
 
@@ -35,7 +41,7 @@ def compress(
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
         model: What ``accelerator.prepare`` returned for the model.
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
+        config, node_group, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Returns:
         The state of the compression, the same in a second call. With one process, a ``Compressor`` that nothing uses.
@@ -48,7 +54,7 @@ def compress(
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         return Compressor(chosen(config, options) or UNSAID, trained)
     try:
-        state = attach(model, config, loss_scale=accelerator.scaler, **options)
+        state = attach(model, config, loss_scale=accelerator.scaler, node_group=node_group, **options)
     except TypeError as error:
         if config is not None and options:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,6 +115,11 @@ class PowerSGD(Aggregator):
         return self._compressor.iteration
 
     @property
+    def keeps_errors(self) -> bool:
+        """Whether errors are kept here and not in the gradients."""
+        return bool(self._compressor.config.error_feedback)
+
+    @property
     def dropped_elements(self) -> int:
         """Number of non-finite elements in this worker's gradients so far. Reading it waits for the device."""
         return int(self._dropped)
@@ -173,16 +179,30 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     """Take an optimizer step with averaged gradients. Afterwards ``.grad`` holds the errors: do not set it to zero.
 
     A missing gradient counts as zero, since all workers must send the same tensors. A parameter that does not require
-    gradients stays as it is, and so does its ``.grad``.
+    gradients stays as it is, and so does its ``.grad``, but for what is sent of an error that is kept elsewhere.
+
+    Raises:
+        TypeError: The optimizer needs a closure, as LBFGS does. Nothing was changed.
+        Exception: What ``aggregator.aggregate`` raises, or the optimizer.
     """
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer_step expects an optimizer whose step() needs no closure; got {kind}") from None
     parameters = params_in_optimizer(optimizer)
     gradients = [p.grad if p.grad is not None and p.requires_grad else torch.zeros_like(p) for p in parameters]
     with torch.no_grad():
         averages = aggregator.aggregate(gradients)
     after = [error if p.requires_grad else p.grad for p, error in zip(parameters, gradients, strict=True)]
     try:
-        for parameter, average in zip(parameters, averages, strict=True):
-            parameter.grad = average if parameter.requires_grad else None
+        for index, (parameter, average) in enumerate(zip(parameters, averages, strict=True)):
+            if parameter.requires_grad:
+                parameter.grad = average
+                continue
+            if getattr(aggregator, "keeps_errors", False):
+                after[index] = average if parameter.grad is None else parameter.grad + average
+            parameter.grad = None
         optimizer.step()
     finally:
         for parameter, grad in zip(parameters, after, strict=True):

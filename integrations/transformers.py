@@ -24,8 +24,8 @@ __all__ = ["PowerSGDCallback"]
 class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Compress the gradients of a ``Trainer``'s model in ``train()``, and save the state in its checkpoints.
 
-    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. Another ``train()`` continues from the
-    last state, unless ``model_init`` has made a new model.
+    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. Another ``train()`` continues from
+    the last state, unless ``model_init`` has made a new model.
 
     Args:
         trainer: The ``Trainer``.

@@ -196,6 +196,8 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
     if engine.pipeline_parallelism:
         raise ValueError("local steps do not support pipeline parallelism; got DeepSpeed's PipelineEngine")
+    if engine.has_moe_layers:
+        raise ValueError("local steps do not support DeepSpeed's MoE layers, whose experts other workers average")
     if stage not in (1, 2):
         raise ValueError(
             "local steps need DeepSpeed's ZeRO stage 1 or 2, where each worker owns the fp32 copies of some "

@@ -41,6 +41,10 @@ class OuterState:
         self.local, self._engine, self.device, self._inner = local, engine, device, inner
         self.shared = self._new(dict(local.tensors()))
         parameters = list(self.shared.values())
+        if outer is not None and not callable(outer):
+            raise TypeError(
+                f"outer must be a function that returns an optimizer; got one of type {type(outer).__name__}"
+            )
         # By default, θ becomes the mean of the local parameters.
         self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
         found = type(self.optimizer).__name__
@@ -50,6 +54,9 @@ class OuterState:
             inspect.signature(self.optimizer.step).bind()
         except TypeError as error:
             raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
+        given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if given - {id(p) for p in parameters}:
+            raise ValueError("outer must return an optimizer of the parameters that it is given; got one of others")
         self._finite: HostCopy | None = None
         # What local parameters in 16 bits have changed since the last exchange counts from here, unless from θ.
         self._starts: Tensors = {}

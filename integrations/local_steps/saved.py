@@ -50,7 +50,9 @@ def pack(
                 numbers.setdefault(name, {})[key] = value
     # Tells this state from others. Equal on all workers.
     mark = sum(int(fingerprint(own[key])) for own in parts.values() for key in COMMON if key in own)
-    optimizer = {"state": numbers, "param_groups": outer["param_groups"]}
+    # A learning rate, for example, may be a tensor.
+    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in each.items()} for each in outer["param_groups"]]
+    optimizer = {"state": numbers, "param_groups": groups}
     return {**engine, "matrices": matrices, KEY: {**rest, "mark": mark, "outer": optimizer}}
 
 
@@ -107,7 +109,7 @@ class SavedRound:
                 raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
             outer |= {index: values} if values else {}
         pairs = zip(rest["outer"]["param_groups"], own, strict=True)
-        groups = [{**group, "params": mine["params"]} for group, mine in pairs]
+        groups = [{key: _in_form(group[key], mine.get(key)) for key in group} for group, mine in pairs]
         return cls(state, matrices, steps, since, worker, {"state": outer, "param_groups": groups})
 
     def facts(self) -> dict[str, Any]:
@@ -150,6 +152,13 @@ def _check_form(what: str, found: Any, own: Any) -> None:
         )
     for field in fields:
         _check_form(f"{what}.{field}", found[field], own[field])
+
+
+def _in_form(saved: Any, own: Any) -> Any:
+    """Return a saved value as an optimizer has it: a number as a tensor, for example, or its own list of parameters."""
+    if isinstance(own, list):
+        return own
+    return torch.as_tensor(saved, dtype=own.dtype, device=own.device) if isinstance(own, Tensor) else saved
 
 
 def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> None:

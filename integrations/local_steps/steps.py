@@ -110,12 +110,13 @@ class LocalSteps(Handle):
 
         local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
 
-        if manager is not None and (communicator.world_size > 1 or communicator.others):
-            raise ValueError("manager= is for a plain module of this process alone, without a process group")
-        if manager is not None and optimizer is not None:
-            raise ValueError("manager= needs states that stay local, since a worker that joins has none: no optimizer=")
-
         def prepare() -> tuple[Engine, Facts, Facts]:
+            if manager is not None and (communicator.world_size > 1 or communicator.others):
+                raise ValueError("manager= is for a plain module of this process alone, without a process group")
+            if manager is not None and optimizer is not None:
+                raise ValueError(
+                    "manager= needs states that stay local, since a worker that joins has none: no optimizer="
+                )
             first = length(every, 0)
             if whole_number("delay", delay) >= first:
                 raise ValueError(f"delay must be below every={first}, so that exchanges do not meet; got {delay}")

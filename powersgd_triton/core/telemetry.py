@@ -47,8 +47,8 @@ class LayerRecord:
 
     @property
     def captured(self) -> float:
-        """Share of ‖M‖² that the step has sent, 1 − ‖E‖² / ‖M‖²; 0 for a zero gradient."""
-        return 1 - (self.error_norm / self.gradient_norm) ** 2 if self.gradient_norm else 0.0
+        """Share of ‖M‖² that the step has sent, 1 − ‖E‖² / ‖M‖²; 0 for a gradient of zeros, or with a NaN."""
+        return 1 - (self.error_norm / self.gradient_norm) ** 2 if self.gradient_norm > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class StepRecord:
         step: Number of the step. The first one is 1.
         applied: Whether the step counts. If it does not, for example because a gradient was not finite, nothing was
             sent, and errors are whole gradients.
-        bytes: Bytes of gradients in the step's messages, counted as in ``report()``. 0 for exact steps in which the
-            framework averages.
+        bytes: Bytes of gradients in the step's messages, counted as in ``report()``, with the padding of quantized
+            ones. 0 for exact steps in which the framework averages.
         milliseconds: {phase: milliseconds of all buckets together}: "project", "backproject", "commit", "reconstruct",
             "messages", "exchange" and "telemetry"; and "step", the time since the end of the step before.
         layers: {name: record} of the tensors that are compressed. Empty in an exact step.
@@ -76,7 +76,7 @@ class StepRecord:
     def captured(self) -> float:
         """Share of the energy of all layers that the step has sent."""
         total = sum(layer.gradient_norm**2 for layer in self.layers.values())
-        return 1 - sum(layer.error_norm**2 for layer in self.layers.values()) / total if total else 0.0
+        return 1 - sum(layer.error_norm**2 for layer in self.layers.values()) / total if total > 0 else 0.0
 
     @property
     def compute(self) -> float:
@@ -119,6 +119,8 @@ class Telemetry(Listener):
         return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
 
     def watch(self, task: Task) -> Task:
+        if self._open is not None:
+            self._open.note(task.step.verdict(task.device))
 
         def after(stage: str, *arguments: Any) -> None:
             if stage == clock.COMMIT and arguments[-1] == task.config.iterations - 1:
@@ -187,11 +189,12 @@ class _MeasuredStep:
     def mark(self, phase: str | None) -> None:
         self._marks.append((phase, clock.now(self._device)))
 
+    def note(self, verdict: Tensor) -> None:
+        """Note what says whether the step counts. It is read at the end of the step: a later bucket may change it."""
+        self._verdict = verdict
+
     def add(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Measure a bucket. On two levels: this worker's rows of the node's sum."""
-        device = bucket.P_hat.device
-        # Read at the end of the step: a later bucket may change it.
-        self._verdict = step.verdict(device)
         if not bucket.own:
             # All rows belong to other workers of the node, or nothing is compressed.
             return
@@ -199,7 +202,7 @@ class _MeasuredStep:
         groups = zip(bucket.own, matrices, bucket.joined(bucket.product, bucket.own), strict=True)
         found = [part.sum(0) for group, M, (P, Q) in groups for part in _squares(M, P, Q).split(group.counts)]
         squares = torch.stack(found)
-        scale = step.scale(device)
+        scale = step.scale(squares.device)
         if scale is not None:
             squares /= scale.double().square()
         ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}

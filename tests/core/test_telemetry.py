@@ -104,6 +104,18 @@ def test_norms_are_those_of_the_error(fields: dict[str, Any]):
             assert 0 < layer.captured <= 1 if record.applied else layer.captured == 0
 
 
+def test_steps_without_factors_that_are_not_finite():
+    """Of quantized gradients, and of exact first steps."""
+    for config in (PowerSGDConfig(quantize="int8"), everything(2, start_iter=9)):
+        state, records = Handle(new_engine(config, Communicator(), lambda: SHAPES)), list[StepRecord]()
+        state.telemetry(records.append, every=1)
+        for number in range(3):
+            given = gradients(number, SHAPES)
+            given["weight"][3, 3] = math.nan if number == 1 else 0.0
+            step(state, given)
+        assert [record.applied for record in records] == [False, True], config
+
+
 @pytest.mark.parametrize(("node_size", "wire"), [(1, None), (1, "int8"), (2, None), (2, "int4")])
 def test_workers_report_their_own_numbers(node_size: int, wire: str | None):
     """Two of four workers measure, and the others do not hear of it. With one row, half of a node has none."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton import Compressor, PowerSGDConfig
@@ -110,6 +111,32 @@ def test_frozen_parameters_and_their_errors_stay_as_they_are() -> None:
     for (parameter, value, _), grad in zip(before, kept, strict=True):
         assert torch.equal(parameter, value)
         assert grad is None or (parameter.grad is not None and torch.equal(parameter.grad, grad))
+
+
+@on_workers(2)
+def test_a_frozen_parameter_loses_no_error_of_quantized_gradients(worker: int, world_size: int) -> None:  # noqa: ARG001
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer, total = torch.optim.SGD([weight], lr=1.0), torch.zeros(64, 64)
+    aggregator = PowerSGD([weight], PowerSGDConfig(quantize="ternary"))
+    for step in range(9):
+        weight.requires_grad_(step % 6 < 3)
+        if weight.requires_grad:
+            gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + worker))
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            total += gradient
+        optimizer_step(optimizer, aggregator)
+    assert weight.grad is not None
+    left = total + weight.detach() - weight.grad - aggregator._compressor.error()["0"]
+    dist.all_reduce(left)
+    torch.testing.assert_close(left, torch.zeros(64, 64), rtol=0, atol=1e-4)
+
+
+def test_an_optimizer_with_a_closure_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    aggregator = PowerSGD([weight], Config(1))
+    with pytest.raises(TypeError, match="needs no closure; got LBFGS"):
+        optimizer_step(torch.optim.LBFGS([weight]), aggregator)
+    assert aggregator.step_counter == 0
 
 
 def test_wrong_gradients_are_refused_and_nothing_changes() -> None:

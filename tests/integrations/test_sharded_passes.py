@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import checkpoint
 
+from powersgd_triton import attach
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support.checks import same_bits
 from tests.support.sharded_training import (
@@ -116,4 +117,15 @@ def by_methods(worker: int, world_size: int) -> None:
     assert found[0]["first.weight"].any()
 
 
-test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves, by_methods)}, 4)
+def compiled_before(_worker: int, world_size: int) -> None:
+    """A model that is compiled before it is sharded, as by Accelerate, has the parameters of the root too."""
+    inner = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    model: Any = torch.compile(inner, backend="eager")
+    for unit in (inner[0], model):
+        fully_shard(unit, mesh=full_mesh(world_size))
+    state = attach(model, RANK_2)
+    model(torch.ones(8, 24)).sum().backward()
+    assert {tensor.name for tensor in state.report().tensors} == {name for name, _ in inner.named_parameters()}
+
+
+test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves, by_methods, compiled_before)}, 4)

@@ -47,6 +47,12 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
         "keep=1 needs errors of each worker: give error_feedback=True",
     ),
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
+    (lambda first: {"outer": 3 if first else None}, "outer must be a function that returns an optimizer; got .* int"),
+    (
+        lambda first: {"outer": (lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())) if first else None},
+        "optimizer of the parameters that it is given; got one of others",
+    ),
+    (lambda first: {"manager": object() if first else None}, "manager= is for a plain module of this process alone"),
     (
         lambda first: {"config": PowerSGDConfig(quantize="int4") if first else TERNARY},
         "DisagreementError.*config.quantize",

@@ -217,10 +217,12 @@ test_states = make_test([saves_after_a_failure, saves_a_step_that_does_not_count
 @pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])
 def test_a_state_is_one_file(tmp_path: Path, name: str) -> None:
     """``state_dict`` can be written by ``checkpoint.save``, in both formats. A state of gradients is refused."""
-    ours, other = (training(0, "ternary", {"outer": NESTEROV}) for _ in range(2))
+    outer = functools.partial(torch.optim.SGD, lr=torch.tensor(0.7), momentum=0.9)
+    ours, other = (training(0, "ternary", {"outer": outer}) for _ in range(2))
     ours.train(INTERRUPTED)
     checkpoint.save(ours.sync.state_dict(), tmp_path / name)
     other.sync.load_state_dict(tmp_path / name)
     assert torch.equal(flat(other.net), flat(ours.net))
+    assert torch.equal(other.sync.outer.param_groups[0]["lr"], torch.tensor(0.7))
     with pytest.raises(ValueError, match="expected a saved state of LocalSteps"):
         other.sync.load_state_dict({"matrices": {}})

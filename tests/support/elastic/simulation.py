@@ -266,7 +266,8 @@ class Simulation:
     def run(self) -> Outcome:
         hung = False
         while not hung and (alive := [worker for worker in self._workers if not worker.done]):
-            ready = [worker for worker in alive if worker.ready()]
+            # Twice, since asking one worker may form a quorum or wake another one.
+            ready = [worker for worker in alive * 2 if worker.ready()]
             hung = not ready and len(alive) == sum(not worker.done for worker in self._workers)
             if ready:
                 self.dice.choice(ready).turn.release()

@@ -198,10 +198,11 @@ class LocalTrainer(Trainer):
 
     def run(self) -> None:
         manager = self.manager
-        if manager.current_step() > 1 and manager._commit_failures == 0:
-            # It came when the others had begun, has sent nothing, and has applied what they have sent.
-            record = {"step": manager.current_step() - 1, "quorum": manager._quorum_id, "counts": True, "last": False}
-            self.log({**record, "before": self.changes, "gradients": self.changes})
+        if manager.current_step() > 1:
+            # It came when the others had begun, has sent nothing, and may have applied what they have sent.
+            counts = manager._commit_failures == 0
+            record = {"step": manager.current_step() - counts, "quorum": manager._quorum_id, "counts": counts}
+            self.log({**record, "before": self.changes, "gradients": self.changes, "last": False})
         while True:
             self.attempts += 1
             with torch.no_grad():
