@@ -114,7 +114,7 @@ def test_frozen_parameters_and_their_errors_stay_as_they_are() -> None:
 
 
 @on_workers(2)
-def test_a_frozen_parameter_loses_no_error_of_quantized_gradients(worker: int, world_size: int) -> None:  # noqa: ARG001
+def test_a_frozen_parameter_loses_no_error_of_quantized_gradients(worker: int, world_size: int) -> None:
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer, total = torch.optim.SGD([weight], lr=1.0), torch.zeros(64, 64)
     aggregator = PowerSGD([weight], PowerSGDConfig(quantize="ternary"))
