@@ -121,8 +121,9 @@ def _workers(model: object) -> Communicator:
             raise TypeError(f"attach expects a wrapped model; {type(model).__name__} has one as {name!r}: attach that")
     raise TypeError(
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
-        "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
-        "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
+        "DistributedDataParallel(model), fully_shard(model), FullyShardedDataParallel(model), replicate(model) of "
+        "torch.distributed._composable.replicate_with_fsdp, or deepspeed.initialize(model=model, …). For a plain loop "
+        "use powersgd_triton.integrations.optimizer"
     )
 
 

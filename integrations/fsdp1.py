@@ -64,7 +64,10 @@ class Unit:
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
-    """Return the model's trainable units with FSDP's handles. ValueError if one is not supported, or there are none."""
+    """Return the model's units with FSDP's handles. ValueError if one is not supported, or if none is trainable.
+
+    Units that are frozen are among them if FSDP lets them be unfrozen, with ``use_orig_params=True``.
+    """
     units: dict[Unit, Any] = {}
     for path, module in fsdp_model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
@@ -80,9 +83,10 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
             raise ValueError(f"{where} has a communication hook already; create one state and register it once")
         if module.process_group is not fsdp_model.process_group:
             raise ValueError(f"{where} has another process group than the root module; use one group for all")
-        if module._handle is not None and module._handle.flat_param.requires_grad:
+        flat = None if module._handle is None else module._handle.flat_param
+        if flat is not None and (flat.requires_grad or flat._params is not None):
             units[Unit(module, name)] = module._handle
-    if not units:
+    if not any(unit.shapes() for unit in units):
         raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
     return units
 
@@ -142,9 +146,18 @@ class PowerSGDState(WholeHandle):
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._passes = Passes([fsdp_model], [engine])
         self._current: Unit | None = None
-        for unit, handle in units.items():
-            # FSDP does not tell its hook which unit it reduces. This one fires just before it, and marks the unit.
-            handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
+        self._unmarked = dict(units)
+        self._mark_units()
+        # Units may be unfrozen.
+        fsdp_model.register_forward_pre_hook(torch.compiler.disable(self._mark_units))
+
+    def _mark_units(self, *_: object) -> None:
+        """Let each trainable unit say that its gradient is next, which FSDP does not tell its hook."""
+        for unit in [unit for unit in self._unmarked if unit.shapes()]:
+            flat = self._unmarked.pop(unit).flat_param
+            # FSDP does so too, but later.
+            flat.requires_grad_()
+            flat.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:
         self._current = unit

@@ -33,6 +33,7 @@ from powersgd_triton.integrations.saved_shards import (
     FOREIGN,
     Part,
     fitting,
+    no_error,
     own_part,
     placed,
     read_factors,
@@ -57,8 +58,8 @@ class ShardedHandle(Handle):
     _passes: Passes
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
-    # {name: zero error} of matrices that the framework averages itself, and that may be compressed on another mesh.
-    _left: Mapping[str, Callable[[], DTensor]] = {}
+    # {name: FSDP2's object} of matrices that it averages itself, and that may be compressed on another mesh.
+    _left: Mapping[str, Any] = {}
 
     def __init__(self, engine: Engine, part_of: Callable[[str], Part]) -> None:
         super().__init__(engine)
@@ -127,8 +128,9 @@ class ShardedHandle(Handle):
         # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
         vectors = {name: errors.pop(name).full_tensor().cpu() for name in sorted(errors.keys() - shapes.keys())}
         content = {"version": saved["format_version"], "shards": shards, "squares": squares, "vectors": vectors}
-        errors |= {name: zeros() for name, zeros in self._left.items()}
-        squares |= dict.fromkeys(self._left, 0.0)
+        left = {name: no_error(found) for name, found in self._left.items() if found.sharded_param.requires_grad}
+        errors |= left
+        squares |= dict.fromkeys(left, 0.0)
         if self._engine.given.planned:
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()

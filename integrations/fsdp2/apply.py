@@ -18,7 +18,7 @@ from powersgd_triton.core.saved_state import LoadReport, listing, renamed
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, refuse_unequal
 from powersgd_triton.integrations.fsdp2.units import check, divide, local_tensors
-from powersgd_triton.integrations.saved_shards import join, no_error
+from powersgd_triton.integrations.saved_shards import join
 from powersgd_triton.integrations.several import Several, check_shared, merged_loads
 from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.planning.tuning import refuse_auto
@@ -85,7 +85,7 @@ def apply_powersgd(
         first = next(iter(states.values()))
         left = {name: p for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
-        first._left = {n: functools.partial(no_error, p) for n, p in left.items() if p.sharded_param.dim() > 1}
+        first._left = {name: p for name, p in left.items() if p.sharded_param.dim() > 1}
         plans = {name: state._engine.plan for name, state in states.items()}
         # Of copies, also on workers with parts of other sizes.
         ranks = {

@@ -132,10 +132,13 @@ def unfrozen(worker: int, world_size: int) -> None:
     for wrapper in (FSDP1, FSDP2, HSDP):
         net = Net()
         net.get_parameter(name).requires_grad_(False)
+        # All of a unit.
+        net.blocks[0].requires_grad_(False)
         made = wrapper(net, RANK_2)
         ledger = Ledger(made)
         ledger.train(range(2))
-        ledger.given[name].zero_()
+        for each, total in ledger.given.items():
+            total.mul_(each != name and not each.startswith("blocks.0"))
         made.state.load_state_dict(made.state.state_dict())
         made.module.requires_grad_(True)
         ledger.train(range(2, 4))
