@@ -78,8 +78,11 @@ def read_section(section: Any) -> Section:
     if parameters not in (None, *PARAMETER_FORMATS):
         problems.append(f"{PARAMETERS} must be null or one of {', '.join(PARAMETER_FORMATS)}; got {parameters!r}")
     node_group = section.get(NODE_GROUP)
+    if node_group is True:
+        # Accelerate takes each "auto" in the file as its own.
+        node_group = AUTO
     if node_group not in (None, AUTO):
-        problems.append(f'{NODE_GROUP} must be null or "{AUTO}"; got {node_group!r}')
+        problems.append(f'{NODE_GROUP} must be null, true or "{AUTO}"; got {node_group!r}')
     try:
         config = PowerSGDConfig(**valid)
         refuse_auto(config, "DeepSpeed's step")

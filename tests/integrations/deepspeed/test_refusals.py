@@ -154,7 +154,7 @@ SECTIONS: list[tuple[Any, str]] = [
     (True, "must be an object"),
     ({"parameters": "int3"}, "null or one of int8, int4, int2.*'int3'"),
     ({"parameters": ["int2"]}, r"null or one of int8, int4, int2.*\['int2'\]"),
-    ({"node_group": 2}, 'null or "auto"; got 2'),
+    ({"node_group": 2}, 'null, true or "auto"; got 2'),
     ({"rank": 4, "max_rank": 8}, "max_rank limits planned ranks"),
     ({"compression": "auto"}, "DeepSpeed's step does not: choose a number"),
     ({"algorithm": "alternating", "warm_start": False}, "warm_start"),
