@@ -90,6 +90,8 @@ class PowerSGD(Aggregator):
         self, params: Sequence[Tensor], config: Config | PowerSGDConfig, group: dist.ProcessGroup | None = None
     ) -> None:
         self.config = config
+        if not isinstance(config, (Config, PowerSGDConfig)):
+            raise TypeError(f"config must be a Config or a PowerSGDConfig; got {type(config).__name__}")
         if not isinstance(config, PowerSGDConfig):
             config = PowerSGDConfig(
                 rank=config.rank,

@@ -87,7 +87,7 @@ class Compressor(Handle):
 
     Raises:
         TypeError: A tensor does not have a floating-point or complex dtype, a name is not a string, a size is not an
-            int, or ``node_group`` is something else.
+            int, or an argument is something else.
         ValueError: A shape has a negative size, or ``manager`` comes with what it does not support, such as a group.
         RuntimeError: The group cannot be used.
     """
@@ -103,6 +103,8 @@ class Compressor(Handle):
     ) -> None:
         if manager is not None and group is not None:
             raise ValueError("give either group= or manager=, whose quorums say who the workers are")
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors must be {{name: tensor or shape}}; got a {type(tensors).__name__}")
         shapes: dict[str, tuple[int, ...]] = {}
         # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
         self._kinds: dict[str, Kind] = {}

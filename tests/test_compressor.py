@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.integrations.optimizer import PowerSGD
 from tests.support.checks import COMPRESSED, DTYPES, SHAPES, everything, gradients, poisoned, same_bits, step, trained
 from tests.support.orthonormal import ORTHONORMAL, departure
 
@@ -250,3 +251,16 @@ def test_gradients_that_require_grad_are_only_read():
     given = {name: tensor.requires_grad_() for name, tensor in gradients(0).items()}
     assert same_bits(step(compressor, given), step(plain, gradients(0)))
     assert not any(tensor.requires_grad for tensor in compressor.error().values())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Compressor(PowerSGDConfig(), [("w", (3, 4))]), "tensors must be .*got a list"),  # type: ignore[arg-type]
+        (lambda: Compressor(PowerSGDConfig(), {}, "gloo"), "a group must be .*got str"),  # type: ignore[arg-type]
+        (lambda: PowerSGD([], 2), "config must be .*got int"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_arguments(make: Callable[[], object], said: str):
+    with pytest.raises(TypeError, match=said):
+        make()

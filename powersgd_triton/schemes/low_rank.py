@@ -66,12 +66,12 @@ class LowRank(Scheme):
 
 
 def _sum(backend: Backend, message: Message, communicator: Communicator) -> Collectives:
-    """Sum a message in place. With copies of tensors elsewhere, it becomes NaN unless that of all others is finite.
+    """Sum a message in place. With copies of its matrices elsewhere, it becomes NaN unless it is finite there too.
 
     Else an overflow in a tensor that differs there would drop a gradient from one of the copies' errors alone.
     """
     yield from sum_over_workers(backend, message, communicator)
-    if communicator.copies:
+    if communicator.copies.intersection(segment.name for segment in backend.bucket.layout.compressed):
         finite = message.content.isfinite().all().float()
         for others in communicator.others:
             others.minimum(finite)
