@@ -43,7 +43,9 @@ class Communicator:
     ) -> None:
         ready = dist.is_available() and dist.is_initialized()
         # torch.distributed.new_group returns a number to workers that are not in the group.
-        if dist.is_available() and not (group is None or isinstance(group, (int, dist.ProcessGroup))):
+        given: Any = group
+        outside = isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER
+        if not (given is None or outside or isinstance(given, dist.ProcessGroup)):
             raise TypeError(f"a group must be a torch.distributed.ProcessGroup or None; got {type(group).__name__}")
         if group is not None and not ready:
             raise RuntimeError(
