@@ -25,8 +25,8 @@ FAULTS = [
     {"kill": 0.02, "heal": 0.3},
     {"stop": 0.03},
 ]
-LOST = 2e-6
-"""Most that a step may lose of what the workers have sent, by rounding in fp32."""
+LOST = 1e-5
+"""Most that a step may lose of what the workers have sent, by rounding in fp32: parameters are larger than changes."""
 
 
 def check(door: str, seed: int) -> None:

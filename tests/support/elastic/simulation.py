@@ -206,10 +206,12 @@ class Simulation:
             try:
                 worker.trainer.run()
             except ValueError as error:
-                # Its vote differed from that of all others, and it is told to restart.
+                # It alone has applied a step, and is told to restart: what it did from then on does not count.
                 if "restart it" not in str(error):
                     raise
-                worker.log[-1]["applied"] = False
+                last = max(index for index, record in enumerate(worker.log) if record.get("applied"))
+                del worker.log[last + 1 :]
+                worker.log[last]["applied"] = False
                 worker.manager._pg.abort()
 
         self._workers.append(Worker(index, act, self._others))
