@@ -27,6 +27,8 @@ FAULTS = [
 ]
 LOST = 1e-5
 """Most that a step may lose of what the workers have sent, by rounding in fp32: parameters are larger than changes."""
+SEEDS = (2, 11, 15, 20, 25, 27, 28, 29, 30, 33, 45, 55)
+"""Of the first sixty, those that found most of ten defects that were put in."""
 
 
 def check(door: str, seed: int) -> None:
@@ -43,7 +45,7 @@ def check(door: str, seed: int) -> None:
 
 @pytest.mark.parametrize("door", ["compressor", "local"])
 def test_random_faults(door: str):
-    for seed in range(12):
+    for seed in SEEDS:
         check(door, seed)
 
 
@@ -52,5 +54,5 @@ def test_random_faults(door: str):
 def test_many_random_faults(door: str):
     if door == "ddp":
         pytest.importorskip("torchft")
-    for seed in range(12, 400):
+    for seed in range(400):
         check(door, seed)
