@@ -3,11 +3,14 @@
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from powersgd_triton import Compressor, checkpoint
+from powersgd_triton.ops.backends import make_backend
+from powersgd_triton.schemes import factors
 from tests.support.checks import (
     DTYPES,
     GONE,
@@ -22,6 +25,8 @@ from tests.support.checks import (
     trained,
     trajectory,
 )
+from tests.support.distributed import on_workers
+from tests.support.training import complaint
 
 OTHERS = ("twice", "alternating", "alternating twice")
 Saved = dict[str, Any]
@@ -171,3 +176,14 @@ def test_a_state_of_another_model_names_the_difference():
         step(other, gradients(0, others))
         with pytest.raises(ValueError, match=said):
             trained().load_state_dict(other.state_dict())
+
+
+@on_workers(2)
+def test_a_worker_without_memory_for_a_new_bucket(worker: int, world_size: int):
+    """The others hold its matrices already, whose errors a saved state averages. All workers are told."""
+    compressor = Compressor(everything(2), SHAPES)
+    with mock.patch.object(factors, "make_backend", side_effect=torch.OutOfMemoryError if worker else make_backend):
+        assert complaint(compressor.compress, gradients(worker))
+    assert "'linear' was compressed: none instead of True" in complaint(compressor.state_dict)
+    compressor.compress(gradients(worker))
+    assert compressor.state_dict()["matrices"]

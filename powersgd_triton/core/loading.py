@@ -23,7 +23,10 @@ Loaded = tuple[SavedState, LoadReport]
 
 def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
     """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
-    engine.buckets.together("state_dict", lambda: (None, {}, {}))
+    residuals = engine.residuals
+    # A worker that had no memory for a new bucket does not have its matrices, whose errors the others would average.
+    held = {f"{name!r} was compressed": True for name in residuals.matrices.keys() | residuals.loaded.matrices.keys()}
+    engine.buckets.together("state_dict", lambda: (None, {}, held))
     engine.finish()
     engine.residuals.agree()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
