@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +40,15 @@ def uncompiled(model: Any) -> Any:
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) and not hasattr(model, "_get_fsdp_state"):
         model = inner
     return model
+
+
+def check_closure(optimizer: Any, what: str) -> None:
+    """Raise TypeError, which begins with ``what``, if the optimizer's step needs a closure."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        found = type(optimizer).__name__
+        raise TypeError(f"{what} an optimizer whose step() needs no closure; got {found}") from error
 
 
 def is_deepspeed(model: object) -> bool:

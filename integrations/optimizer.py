@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.telemetry import Callback
+from powersgd_triton.integrations.common import check_closure
 from powersgd_triton.ops.gradients import as_real, check_writable, in_form, real_shape
 
 __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step", "params_in_optimizer"]
@@ -187,11 +187,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
         TypeError: The optimizer needs a closure, as LBFGS does. Nothing was changed.
         Exception: What ``aggregator.aggregate`` raises, or the optimizer.
     """
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError:
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer_step expects an optimizer whose step() needs no closure; got {kind}") from None
+    check_closure(optimizer, "optimizer_step expects")
     parameters = params_in_optimizer(optimizer)
     gradients = [p.grad if p.grad is not None and p.requires_grad else torch.zeros_like(p) for p in parameters]
     with torch.no_grad():

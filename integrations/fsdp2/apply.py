@@ -86,11 +86,9 @@ def apply_powersgd(
         left = {name: p for unit in left_out for name, p in unit.parameters.items()}
         first.left_out = tuple(left)
         first._left = {name: p for name, p in left.items() if p.sharded_param.dim() > 1}
-        plans = {name: state._engine.plan for name, state in states.items()}
+        plans = [state._engine.plan for state in states.values()]
         # Of copies, also on workers with parts of other sizes.
-        ranks = {
-            f"rank of {n!r}": rank for plan in plans.values() for n, rank in plan.ranks.items() if n in plan.copies
-        }
+        ranks = {f"rank of {n!r}": rank for plan in plans for n, rank in plan.ranks.items() if n in plan.copies}
         return states, {"averaged together": [each.names for each in averaging], **ranks}, {}
 
     # Collectives follow, so that no worker may raise an error alone.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import json
 import logging
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.integrations.common import broadcast_from_first
+from powersgd_triton.integrations.common import broadcast_from_first, check_closure
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, local, sameness, unpadded
 from powersgd_triton.ops.local_steps import subtract
 from powersgd_triton.ops.reference import known
@@ -50,10 +49,7 @@ class OuterState:
         found = type(self.optimizer).__name__
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {found}")
-        try:
-            inspect.signature(self.optimizer.step).bind()
-        except TypeError as error:
-            raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
+        check_closure(self.optimizer, "outer must return")
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if given - {id(p) for p in parameters}:
             raise ValueError("outer must return an optimizer of the parameters that it is given; got one of others")

@@ -28,8 +28,8 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     held = {f"{name!r} was compressed": True for name in residuals.matrices.keys() | residuals.loaded.matrices.keys()}
     engine.buckets.together("state_dict", lambda: (None, {}, held))
     engine.finish()
-    engine.residuals.agree()
-    return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
+    residuals.agree()
+    return residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 
 
 def on_streams(engine: Engine) -> AbstractContextManager[object]:
