@@ -55,8 +55,8 @@ class Schedule:
         bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues. ``done`` takes what
         the bucket returns in the end. With ``finish``, go on until no bucket is under way, since no later one comes.
         """
-        mark, started = self.mark, list[UnderWay]()
-        # The new one first: its kernels need not wait for the messages of the older ones.
+        mark = self.mark
+        # The newest first: its message leaves before the averages of older ones are written, for which no one waits.
         turns = [*([] if bucket is None else [(bucket, None, done)]), *self._under_way]
         while turns:
             self._under_way = []
@@ -66,12 +66,11 @@ class Schedule:
                 wait(work)
                 mark(MESSAGES)
                 try:
-                    (started if run is bucket else self._under_way).append((run, next(run), take))
+                    self._under_way.append((run, next(run), take))
                 except StopIteration as end:
                     take(end.value)
                 mark(None)
-            self._under_way += started
-            turns, started = self._under_way if finish else [], []
+            turns = self._under_way if finish else []
 
     def clear(self) -> None:
         """Forget all buckets, since their step is void. A peer may be gone, so do not wait for collectives."""
