@@ -74,6 +74,10 @@ def _all_reduce(engine: Any, state: State, original: Method) -> Method:
         for parameter, gradient in known.items():
             if copies[parameter] is not gradient:
                 gradient.copy_(copies[parameter])
+        if is_bf16_optimizer(engine.optimizer):
+            # It clips only what this worker has used, and averages are of all workers, and of errors.
+            used = engine.optimizer.fp32_groups_has_gradients
+            used[:] = [[True] * len(parameters) for parameters in used]
 
     return all_reduce
 

@@ -174,8 +174,10 @@ class WholeErrors:
     def _apart(self, layout: Layout) -> Parts:
         """Return the remaining errors by name, with those that other layouts share with this one."""
         for other in [other for other in self._flat if not other.shapes.keys().isdisjoint(layout.shapes)]:
-            # Copies, since views would keep the memory of all until the last one is used.
-            self._remaining |= {name: E.clone() for name, E in _named(other, self._flat.pop(other)).items()}
+            # Copies, since views would keep the memory of all until the last one is used. There may be none for them.
+            copies = {name: E.clone() for name, E in _named(other, self._flat[other]).items()}
+            del self._flat[other]
+            self._remaining |= copies
         return self._unsent()
 
     def _unsent(self) -> Parts:

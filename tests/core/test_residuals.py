@@ -16,11 +16,13 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import whole
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import blocks
-from powersgd_triton.ops.step import LossScale
+from powersgd_triton.ops.step import LossScale, Step
 from powersgd_triton.planning.models import Shapes, gpt2
+from powersgd_triton.ranks.plan import RankPlan
 from powersgd_triton.schemes import new_engine
-from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads
+from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads, same_bits
 from tests.support.distributed import on_workers
 
 INT4 = PowerSGDConfig(quantize="int4")
@@ -66,6 +68,19 @@ def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, o
         # Five steps that count, of elements of size 1, in fp32.
         lost = (left - communicator.mean(balance[name])).square().mean().sqrt()
         assert lost <= 5 * 2**-23, (name, lost)
+
+
+def test_errors_stay_if_no_memory_is_left_for_their_copies():
+    """They are copied when other buckets take over."""
+    errors, step, zeros = whole.WholeErrors(RankPlan(INT4)), Step(), {n: torch.zeros(s) for n, s in SHAPES.items()}
+    first, second = (Layout.build({n: SHAPES[n] for n in names}, INT4) for (names, *_) in (WHOLE, HALVES))
+    held = {s.name: torch.randn(s.rows, s.m) for s in first.segments}
+    errors.hold(dict(held))
+    errors.compensated(first, zeros, step)
+    lacks = mock.patch.object(Tensor, "clone", side_effect=[torch.zeros(1), torch.OutOfMemoryError("no memory")])
+    with lacks, pytest.raises(torch.OutOfMemoryError):
+        errors.compensated(second, zeros, step)
+    assert same_bits(errors.errors(step), held)
 
 
 @pytest.mark.parametrize("on_host", [True, False])

@@ -30,7 +30,7 @@ from tests.support.deepspeed_training import (
     weights,
     zero,
 )
-from tests.support.sharded_training import RANK_2, Net, make_test
+from tests.support.sharded_training import RANK_2, RATE, Net, make_test
 from tests.support.training import total
 
 STEPS = 6
@@ -197,6 +197,17 @@ def carries_what_deepspeed_alone_skips(stage: int) -> None:
     ledger.check()
 
 
+def clips_what_is_not_used(stage: int) -> None:
+    """What an error sends of parameters that no worker uses in a step belongs to the norm of all gradients."""
+    options = {**BF16_OPTIMIZER, "gradient_clipping": 0.01}
+    with engine_for(Case("", stage, options, optimizer="sgd", unused=True), RANK_4) as engine:
+        losses(engine, range(1))
+        masters = torch.cat(engine.optimizer.fp32_groups_flat_partition)
+        losses(engine, range(1, 2))
+        changes = torch.cat(engine.optimizer.fp32_groups_flat_partition) - masters
+        assert total(changes.square().sum()).sqrt() == pytest.approx(0.01 * RATE, rel=1e-3)
+
+
 def notices_what_goes_around(stage: int) -> None:
     """An error says that DeepSpeed has stopped calling what was replaced."""
     from powersgd_triton.integrations.deepspeed.overrides import averaging_method
@@ -221,6 +232,7 @@ test_two_workers = make_test(
         **each(compresses_once_a_step, (Case("pipeline", 0, THRICE, pipeline_stages=1), 2)),
         **each(sends_what_is_reported, *ALL),
         **each(notices_what_goes_around, *ALL),
+        **each(clips_what_is_not_used, 1),
         **each(carries_what_deepspeed_alone_skips, 1, 2),
         # Last: DeepSpeed remembers autocast for a process's life.
         **each(skips_overflows_in_fp16, "blocks.0.up.weight", "blocks.0.norm.bias"),
