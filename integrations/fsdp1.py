@@ -21,7 +21,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.passes import Passes
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.saved_shards import Part, cut
-from powersgd_triton.integrations.sharded import WholeHandle
+from powersgd_triton.integrations.sharded import ShardedHandle, in_own_group
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
@@ -91,7 +91,7 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
     return units
 
 
-class PowerSGDState(WholeHandle):
+class PowerSGDState(ShardedHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
     It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Errors have a whole model's size, less with ``node_group``.
@@ -139,10 +139,10 @@ class PowerSGDState(WholeHandle):
 
         def part_of(name: str) -> Part:
             shape = engine.tensors()[name]
-            return Part(0, *cut(shape[0], mesh), mesh, [Shard(0)], shape)
+            return Part(0, *cut(shape[0], mesh), mesh, [Shard(0)], shape, mesh)
 
-        super().__init__(engine, mesh, part_of)
-        self.use_own_group(node_group)
+        super().__init__(engine, part_of)
+        engine.connect(in_own_group(communicator, device, node_group))
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._passes = Passes([fsdp_model], [engine])
         self._current: Unit | None = None
@@ -164,7 +164,7 @@ class PowerSGDState(WholeHandle):
 
     def _unit_of(self, gradient: Tensor) -> Unit:
         unit, self._current = self._current, None
-        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._workers:
+        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._communicator.world_size:
             raise RuntimeError(
                 f"powerSGD_hook was called with {gradient.numel()} elements of a unit that this state does not know. "
                 "Build PowerSGDState from the model on which register_comm_hook is called, after the whole model is "
@@ -195,14 +195,14 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     gradient: Tensor = bucket
-    unit, engine = state._unit_of(gradient), state._engine
+    unit, engine, communicator = state._unit_of(gradient), state._engine, state._communicator
     state._passes.begin()
     bucket = engine.begin((unit, *unit.shapes()), unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)
         else:
-            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
+            dist.reduce_scatter_tensor(output, gradient.div_(communicator.world_size), group=communicator.group)
         return
     places = {name: unit.view(gradient, name) for name in bucket.layout.shapes}
     # This copies a gradient that is not contiguous, such as one in channels_last.
@@ -213,7 +213,8 @@ def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no
     if output is not None:
         # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
         output.zero_()
-        low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
+        low = communicator.index * output.numel()
+        high = low + output.numel()
         for name, place in places.items():
             offset = unit.offsets[name]
             first, behind = max(offset, low), min(offset + place.numel(), high)

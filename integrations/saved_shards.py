@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
@@ -78,7 +78,11 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
 
 
 class Part(NamedTuple):
-    """This worker's part of an error: ``length`` elements of a dimension from ``first`` on, and the DTensor of it."""
+    """This worker's part of an error: ``length`` elements of a dimension from ``first`` on, and the DTensor of it.
+
+    ``workers``: those that compress the error as a whole, of which each keeps its shard along ``dim``. None if each
+    worker compresses its own part, which is padded.
+    """
 
     dim: int
     first: int
@@ -86,6 +90,21 @@ class Part(NamedTuple):
     mesh: DeviceMesh
     placements: Sequence[Placement]
     shape: Sequence[int]
+    workers: DeviceMesh | None = None
+
+    def of(self, error: Tensor) -> DTensor:
+        """Return this worker's part of an error with the shape in which it is compressed."""
+        own = error.narrow(self.dim, self.first, self.length)
+        # A copy, since torch.save() does not take a DTensor whose part is a view.
+        local = own.to(self.mesh.device_type, copy=True).contiguous()
+        return placed(local, self.mesh, self.placements, self.shape)
+
+    def whole(self, part: DTensor, shape: Sequence[int]) -> Tensor:
+        """Return an error as it is compressed, from the parts of all workers, without padding. Possibly collective."""
+        if self.workers is None:
+            return part.to_local()
+        # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
+        return placed(part.to_local(), self.workers, [Shard(self.dim)], shape).full_tensor()
 
 
 def cut(whole: int, workers: DeviceMesh) -> tuple[int, int]:

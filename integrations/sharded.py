@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import adopt, compared, save
-from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, listing, plain, renamed
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import (
@@ -35,7 +33,6 @@ from powersgd_triton.integrations.saved_shards import (
     fitting,
     no_error,
     own_part,
-    placed,
     read_factors,
     remove,
     weighted_squares,
@@ -55,7 +52,6 @@ class ShardedHandle(Handle):
     ``part_of`` maps a parameter's name to the part of its error that belongs to this worker.
     """
 
-    _passes: Passes
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
     # {name: FSDP2's object} of matrices that it averages itself, and that may be compressed on another mesh.
@@ -72,17 +68,10 @@ class ShardedHandle(Handle):
 
     def _place(self, name: str, error: Tensor | None = None) -> DTensor:
         """Return a mean error, or zeros, as a DTensor with the parameter's shape and sharding."""
-        part, shape = self._part_of(name), tuple(self._engine.tensors()[name])
+        shape = tuple(self._engine.tensors()[name])
         if error is None:
             error = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        own = error.view(shape).narrow(part.dim, part.first, part.length)
-        # A copy, since torch.save() does not take a DTensor whose part is a view.
-        local = own.to(part.mesh.device_type, copy=True).contiguous()
-        return placed(local, part.mesh, part.placements, part.shape)
-
-    def _fetched(self, name: str, error: DTensor) -> Tensor:  # noqa: ARG002
-        """Return a mean error, placed like the parameter, as this worker compresses it. Possibly collective."""
-        return error.to_local()
+        return self._part_of(name).of(error.view(shape))
 
     def _shard(self, name: str | None = None) -> tuple[int, int]:
         """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows.
@@ -155,8 +144,8 @@ class ShardedHandle(Handle):
         rename = options.get("rename") or self._names
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
-        found = weighted_squares(errors)
-        fetched = {name: self._fetched(name, error).flatten() for name, error in errors.items()}
+        found, known = weighted_squares(errors), self._engine.tensors()
+        fetched = {name: self._part_of(name).whole(error, known[name]).flatten() for name, error in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
@@ -289,26 +278,13 @@ class ShardedHandle(Handle):
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
 
 
-class WholeHandle(ShardedHandle):
-    """The compression of whole gradients, of which each worker of a one-dimensional mesh keeps its shard."""
-
-    def __init__(self, engine: Engine, mesh: DeviceMesh, part_of: Callable[[str], Part]) -> None:
-        super().__init__(engine, part_of)
-        self._mesh, self._worker, self._workers = mesh, mesh.get_local_rank(), mesh.size()
-
-    def use_own_group(self, node_group: NodeGroup = None) -> None:
-        """Sum factors in a new process group, where they do not wait for the framework's collectives. Collective."""
-        group = self._mesh.get_group()
-        ranks = dist.get_process_group_ranks(group)
-        # All workers have to make a new group together. (Not so with use_local_synchronization=True. But then members
-        # that have made different numbers of groups wait for each other forever.)
-        if len(ranks) == dist.get_world_size():
-            group = new_group(group, ranks, torch.device(self._mesh.device_type))
-        others = [workers.group for workers in self._communicator.others if workers.group is not None]
-        copies = self._communicator.copies
-        self._engine.connect(Communicator(group, others, node_group=node_group, copies=copies))
-
-    def _fetched(self, name: str, error: DTensor) -> Tensor:
-        # Not the error as a whole: other workers have other experts, or other parts of a tensor-parallel matrix.
-        shards = [Shard(self._part_of(name).dim)]
-        return placed(error.to_local(), self._mesh, shards, self._engine.tensors()[name]).full_tensor()
+def in_own_group(communicator: Communicator, device: torch.device, node_group: NodeGroup = None) -> Communicator:
+    """Return collectives of the same workers in a new group, where they do not wait for the framework's. Collective."""
+    group = communicator.group
+    ranks = dist.get_process_group_ranks(group)
+    # All workers have to make a new group together. (Not so with use_local_synchronization=True. But then members that
+    # have made different numbers of groups wait for each other forever.)
+    if len(ranks) == dist.get_world_size():
+        group = new_group(group, ranks, device)
+    others = [workers.group for workers in communicator.others if workers.group is not None]
+    return Communicator(group, others, node_group=node_group, copies=communicator.copies)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.passes import Passes
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first, plain_name
 from powersgd_triton.integrations.fsdp2.units import Division, Unit, local_tensors
 from powersgd_triton.integrations.saved_shards import Part, cut
-from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
+from powersgd_triton.integrations.sharded import ShardedHandle, in_own_group
 from powersgd_triton.ops.gradients import as_real, real_shape
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ops.step import Step
@@ -36,11 +36,8 @@ class HybridShardState(ShardedHandle):
     """
 
     def __init__(self, model: nn.Module, config: PowerSGDConfig, division: Division, names: set[str]) -> None:
-        units, communicator = division.units, division.communicator
-        own = functools.partial(shapes, units, padded=True)
-        engine = new_engine(config, communicator, own, buckets=len(units), quantizes=not division.copies)
-        super().__init__(engine, functools.partial(part_of, units))
-        self._model, self._units, self._equal = model, units, False
+        super().__init__(engine_of(division, config), functools.partial(part_of, division))
+        self._model, self._units, self._equal = model, division.units, False
         self._shared = names
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
@@ -168,25 +165,22 @@ def refuse_unequal(names: list[str]) -> None:
         )
 
 
-class FullShardState(WholeHandle):
+class FullShardState(ShardedHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
     replaces_reduce_scatter = True
 
     def __init__(self, config: PowerSGDConfig, division: Division) -> None:
-        units, communicator = division.units, division.communicator
-        whole = functools.partial(shapes, units, padded=False)
-        engine = new_engine(config, communicator, whole, buckets=len(units), quantizes=not division.copies)
-        mesh = units[0].parameter_group.mesh_info.mesh
-        super().__init__(engine, mesh, functools.partial(part_of, units, workers=mesh))
-        self._units = units
+        super().__init__(engine_of(division, config), functools.partial(part_of, division))
+        self._units = division.units
 
     def _take_over(self, passes: Passes) -> None:
         self._passes = passes
-        self.use_own_group()
+        self._engine.connect(in_own_group(self._communicator, self._units[0].parameter_group.device))
         for unit in self._units:
             # FSDP has nothing to reduce-scatter on one worker.
-            unit.replace("_reduce_scatter_comm", CustomReduceScatter(self, unit), guarded=self._workers > 1)
+            guarded = self._communicator.world_size > 1
+            unit.replace("_reduce_scatter_comm", CustomReduceScatter(self, unit), guarded=guarded)
 
 
 class CustomReduceScatter:
@@ -205,6 +199,7 @@ class CustomReduceScatter:
         A shard has the rows of each parameter that belong to one worker, padded.
         """
         state, engine, unit = self._state, self._state._engine, self._unit
+        worker, workers = state._communicator.place
         unit.calls += 1
         output, sent = as_real(output_tensor), as_real(input_tensor)
         state._passes.begin()
@@ -227,7 +222,7 @@ class CustomReduceScatter:
         gradients: dict[str, Tensor] = {}
         ranges: dict[str, tuple[int, Tensor]] = {}
         cut: list[tuple[Tensor, Tensor]] = []
-        shards, own = sent.view(state._workers, -1).split(numels, dim=1), output.split(numels)
+        shards, own = sent.view(workers, -1).split(numels, dim=1), output.split(numels)
         for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
             dim = unit.named_parameters[whole.name].fsdp_placement.dim
             gradient = gradients[whole.name] = memory[whole.span].view(whole.shape)
@@ -236,10 +231,10 @@ class CustomReduceScatter:
             if dim > 0:
                 # Not a range of the average. FSDP divides these dimensions into equal parts.
                 ranges[whole.name] = 0, gradient.view(-1)
-                cut.append((mine.view(shape), gradient.narrow(dim, state._worker * shape[dim], shape[dim])))
+                cut.append((mine.view(shape), gradient.narrow(dim, worker * shape[dim], shape[dim])))
                 continue
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
-            first, behind = (min(index * shape[0], whole.shape[0]) for index in (state._worker, state._worker + 1))
+            first, behind = (min(index * shape[0], whole.shape[0]) for index in (worker, worker + 1))
             width = math.prod(shape[1:])
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
@@ -247,7 +242,7 @@ class CustomReduceScatter:
         for mine, average in cut:
             mine.copy_(average)
         if op == dist.ReduceOp.SUM:
-            check_range(state._step, output.mul_(state._workers))
+            check_range(state._step, output.mul_(workers))
 
 
 def check_range(step: Step, averages: Tensor) -> None:
@@ -258,16 +253,22 @@ def check_range(step: Step, averages: Tensor) -> None:
         note_overflow(averages, overflow)
 
 
-def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the trainable parameters of all units. See ``Unit.shapes``."""
-    return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
+def engine_of(division: Division, config: PowerSGDConfig) -> Engine:
+    """Return the engine of replicas, which compress their padded shards, or else of workers that compress wholes."""
+    units = division.units
+
+    def shapes() -> dict[str, tuple[int, ...]]:
+        return {name: shape for unit in units for name, shape in unit.shapes(padded=division.hybrid).items()}
+
+    return new_engine(config, division.communicator, shapes, buckets=len(units), quantizes=not division.copies)
 
 
-def part_of(units: list[Unit], name: str, workers: DeviceMesh | None = None) -> Part:
-    """Return this worker's part of the error of its padded shard, or of a whole that is sharded over ``workers``."""
-    found = next(unit.named_parameters[name] for unit in units if name in unit.named_parameters)
+def part_of(division: Division, name: str) -> Part:
+    """Return this worker's part of the error of what ``engine_of`` compresses."""
+    found = next(unit.named_parameters[name] for unit in division.units if name in unit.named_parameters)
     parameter, dim = found.sharded_param, found.fsdp_placement.dim
     sizes = [real_shape(shape, parameter.dtype) for shape in (parameter.to_local().shape, found._orig_size)]
+    workers = None if division.hybrid else division.units[0].parameter_group.mesh_info.mesh
     first, length = (0, sizes[0][dim]) if workers is None else cut(sizes[1][dim], workers)
     shape = real_shape(parameter.shape, parameter.dtype)
-    return Part(dim, first, length, parameter.device_mesh, parameter.placements, shape)
+    return Part(dim, first, length, parameter.device_mesh, parameter.placements, shape, workers)
