@@ -4,6 +4,7 @@
 import math
 import operator
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.integrations.ddp.views import views_of
-from powersgd_triton.ops.gradients import DTYPES, write_back
+from powersgd_triton.ops.gradients import as_real, check_dense, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
@@ -74,7 +75,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         )
     if state.config.planned or callable(state.config.rank):
         raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
-    index, numel, parameters = bucket.index(), _real(bucket.buffer()).numel(), bucket.parameters()
+    index, numel, parameters = bucket.index(), as_real(bucket.buffer()).numel(), bucket.parameters()
     settled = _same(parameters, state._whole.get(index))
     state._whole[index] = parameters
     columns = math.isqrt(max(0, numel - 1)) + 1
@@ -96,8 +97,8 @@ def _same(parameters: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool
     return others is not None and len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
-def _check(state: object, bucket: object) -> None:
-    """Refuse other states, gradients of FSDP1, and what DDP's Python reducer gives: pairs of gradient and parameter."""
+def _check(state: object, bucket: Any) -> None:
+    """Refuse other states and gradients, also what DDP's Python reducer gives: pairs of gradient and parameter."""
     if isinstance(bucket, Tensor):
         raise TypeError(
             "this powerSGD_hook is for DistributedDataParallel. For FullyShardedDataParallel, import PowerSGDState and "
@@ -113,11 +114,7 @@ def _check(state: object, bucket: object) -> None:
             "instead of buckets, and does not say where a step ends. Set torch._dynamo.config.optimize_ddp = "
             '"ddp_optimizer" before DistributedDataParallel wraps the model; torch.compile works with it'
         )
-
-
-def _real(buffer: Tensor) -> Tensor:
-    """Return a bucket's memory as real numbers. Of complex parameters, older versions of torch give complex ones."""
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    check_dense(f"bucket {bucket.index()}", bucket.buffer())
 
 
 def _average(
@@ -133,9 +130,8 @@ def _average(
         before, state._pass = state._pass, torch._C._current_graph_task_id()
         again = not last and before == state._pass and bool(state._step.keys) and state._step.keys.isdisjoint(keys)
         keys |= set() if again else {FIRST}
-    buffer = _real(given)
-    if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
-        raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
+    # Of complex parameters, older versions of torch give complex ones.
+    buffer = as_real(given)
     state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
     begun = engine.begin(key, shapes, buffer.device, keys=keys, last=None if again else last)
