@@ -138,12 +138,11 @@ class ShardedHandle(Handle):
         Raises:
             ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        return self._loading(state_dict, rename=rename)()
+        return self._loading(state_dict, rename=rename or self._names)()
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
-        rename = options.get("rename") or self._names
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
-        nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
+        nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, **options))
         found, known = weighted_squares(errors), self._engine.tensors()
         fetched = {name: self._part_of(name).whole(error, known[name]).flatten() for name, error in errors.items()}
 

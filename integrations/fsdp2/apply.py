@@ -145,8 +145,7 @@ class DividedState(Several[ShardedHandle], ShardedHandle):
 
     def _loading(self, state_dict: StateDict, **options: Any) -> Callable[[], LoadReport]:
         # What one part refuses, no other loads.
-        rename = options.get("rename") or self._names
-        loading = [state._loading(state_dict, rename=rename) for state in self]
+        loading = [state._loading(state_dict, **options) for state in self]
         return lambda: merged_loads(go_on() for go_on in loading)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
