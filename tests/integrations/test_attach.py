@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import attach
 from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, on_workers
-from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, sharded, train, whole
+from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, sharded, train, whole_errors
 from tests.support.training import complaint, flat, relative
 
 
@@ -149,7 +149,7 @@ def test_a_part_of_the_workers_saves_and_loads_alone(worker: int, world_size: in
             place = f"{path}/{mesh is halves[1]}"
             state.save(place)
             assert resumed.load(place) is not None
-            ours, theirs = ({n: whole(e) for n, e in s.state_dict()["error"].items()} for s in (resumed, state))
+            ours, theirs = whole_errors(resumed), whole_errors(state)
             assert relative(flat(ours), flat(theirs)) <= 1e-6
             assert flat(theirs).any()
 

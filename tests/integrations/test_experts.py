@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from powersgd_triton import attach
 from powersgd_triton.config import PowerSGDConfig
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
-from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole
+from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole_errors
 from tests.support.training import LIMIT, complaint
+from tests.support.wrappers import local
 
 # Older versions of torch have one mesh a unit, and no reduce-scatter of parameters that some workers do not use.
 pytestmark = pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="needs a newer torch")
@@ -42,7 +43,7 @@ class Experts(nn.Module):
         self.first, self.use_gate = 0, True
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        up, gate, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.gate, self.down))
+        up, gate, down = map(local, (self.up, self.gate, self.down))
         hidden = torch.tanh(torch.einsum("ti,ehi->eth", x, up))
         if self.use_gate:
             hidden = hidden * torch.einsum("ti,ehi->eth", x, gate)
@@ -258,10 +259,6 @@ def elsewhere(worker: int, _world_size: int) -> None:
         assert all(each.iteration == STEPS for each in (state, resumed, loaded))
         expected, got = (step(each, worker, STEPS) for each in (model, again))
         assert not [name for name, gradient in expected.items() if far(got[name], gradient, gradient)], layout
-
-
-def whole_errors(state: Any) -> dict[str, Tensor]:
-    return {name: whole(error) for name, error in state.state_dict()["error"].items()}
 
 
 test_experts = make_test({"averages": functools.partial(averages, quick=True)}, 4)

@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.communicator import Communicator
 from tests.support.sharded_training import full_mesh, make_test, whole
 from tests.support.training import Given, total
+from tests.support.wrappers import local
 
 SIZE = 16
 SHAPES = dict.fromkeys(("large", "small"), (SIZE, SIZE))
@@ -75,9 +75,7 @@ def nothing_is_lost(worker: int, world_size: int, kind: str, dtype: torch.dtype)
             given = gradients(worker, factor)
             module.zero_grad()
             module({name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
-            found = [p.grad for p in module.parameters() if p.grad is not None]
-            # This worker's part of the averages.
-            own = [G.to_local() if isinstance(G, DTensor) else G for G in found]
+            own = [local(p.grad) for p in module.parameters() if p.grad is not None]
             fitting = float(total(torch.tensor(float(all(G.isfinite().all() for G in own)))))
             applied.append(fitting == world_size)
             alone += 0 < fitting < world_size

@@ -25,18 +25,13 @@ from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.balance import Ledger, check_close, train
 from tests.support.checks import same_bits, set_times
 from tests.support.distributed import folder
-from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, whole
+from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, whole_errors
 from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
 Gradients = dict[str, Tensor]
 KINDS = (WithReplicateGroup, FSDP2, FSDP1)
 AUTO = PowerSGDConfig(compression="auto")
-
-
-def errors_of(state: Any) -> Gradients:
-    """The mean errors as whole tensors."""
-    return {name: whole(error) for name, error in state.state_dict()["error"].items()}
 
 
 def checkpoint_of(made: Wrapped) -> dict[str, Any]:
@@ -53,7 +48,7 @@ def between_adapters(worker: int, _world_size: int) -> None:
     for one in (made, goes_on):
         one.optimizer = torch.optim.SGD(one.module.parameters(), lr=0.05, momentum=0.9)
     train(range(2), made)
-    errors = errors_of(made.state)
+    errors = whole_errors(made.state)
     errors["head.weight"] = errors.pop("top.weight")
     assert errors["head.weight"].any()
     with folder(worker) as path:
@@ -65,7 +60,7 @@ def between_adapters(worker: int, _world_size: int) -> None:
         for kind in KINDS:
             state = kind(Net(), RANK_2).state
             dcp_load({"powersgd": state.renamed({"top.weight": "head.weight"})}, checkpoint_id=path)
-            assert same_bits(errors_of(state), errors), kind
+            assert same_bits(whole_errors(state), errors), kind
             assert state.iteration == 2
     assert "'neck.weight' is not a trainable parameter" in complaint(state.renamed, {"top.weight": "neck.weight"})
     start = made.parameters()
@@ -124,7 +119,7 @@ def torn_apart(worker: int, world_size: int) -> None:
         made = kind(Net(), RANK_2)
         state: Any = made.state
         train(range(2), made)
-        before = errors_of(state)
+        before = whole_errors(state)
         files: list[Any] = [None] * world_size
         dist.all_gather_object(files, written(state.state_dict()))
         loaded = [torch.load(io.BytesIO(file), weights_only=False) for file in files]
@@ -140,7 +135,7 @@ def torn_apart(worker: int, world_size: int) -> None:
             assert re.search(f"^ValueError.*{pattern}", complaint(state.load_state_dict, bad), re.DOTALL)
         for good in (loaded[worker], whole_state, *([loaded[worker ^ 2]] if kind is WithReplicateGroup else [])):
             state.load_state_dict(good)
-        assert same_bits(errors_of(state), before), kind
+        assert same_bits(whole_errors(state), before), kind
         assert state.iteration == 2
         keeps_none = kind(Net(), dataclasses.replace(RANK_2, error_feedback=False)).state
         dropped = keeps_none.load_state_dict(state.state_dict()).dropped
@@ -179,7 +174,7 @@ def before_compression(worker: int, _world_size: int) -> None:
 
 
 def all_errors(state: Any) -> Gradients:
-    return {**errors_of(state), **unpickled(state.state_dict()["factors"])["vectors"]}
+    return {**whole_errors(state), **unpickled(state.state_dict()["factors"])["vectors"]}
 
 
 def at(parameters: Gradients) -> Net:

@@ -14,6 +14,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support.distributed import folder
 from tests.support.sharded_training import hybrid_mesh, make_test
 from tests.support.tensor_parallel import mesh_of
+from tests.support.wrappers import local
 
 PLANNED = PowerSGDConfig(compression=8, replan_every=2, min_compression_rate=1)
 SHAPES = {"split": (64, 48), "copied": (48, 48)}
@@ -30,8 +31,7 @@ class Net(nn.Module):
             self.split = nn.Parameter(distribute_tensor(whole, tensor_parallel, [Shard(0)], src_data_rank=None))
 
     def forward(self, split: Tensor, copied: Tensor) -> Tensor:
-        own = self.split.to_local() if hasattr(self.split, "to_local") else self.split
-        return (own * split).sum() + (self.copied * copied).sum()
+        return (local(self.split) * split).sum() + (self.copied * copied).sum()
 
 
 def made(replicas: int, shards: int, parts: int) -> tuple[Net, Any]:

@@ -91,6 +91,11 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().float().clone()
 
 
+def whole_errors(state: Any) -> Gradients:
+    """The mean errors, as a state saves them."""
+    return {name: whole(error) for name, error in state.state_dict()["error"].items()}
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -41,6 +41,7 @@ from tests.support.sharded_training import (
     replicated,
     sharded,
     whole,
+    whole_errors,
 )
 from tests.support.training import total
 
@@ -164,7 +165,7 @@ class HSDP(FSDP2):
         self.finish(net, sharded(net, hybrid_mesh(2, dist.get_world_size() // 2), **options), config)
 
     def mean_error(self) -> Gradients:
-        return {name: whole(error) for name, error in self.state.state_dict()["error"].items()}
+        return whole_errors(self.state)
 
 
 class WithReplicateGroup(HSDP):
