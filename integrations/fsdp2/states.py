@@ -260,7 +260,7 @@ def engine_of(division: Division, config: PowerSGDConfig) -> Engine:
     def shapes() -> dict[str, tuple[int, ...]]:
         return {name: shape for unit in units for name, shape in unit.shapes(padded=division.hybrid).items()}
 
-    return new_engine(config, division.communicator, shapes, buckets=len(units), quantizes=not division.copies)
+    return new_engine(config, division.communicator, shapes, buckets=len(units))
 
 
 def part_of(division: Division, name: str) -> Part:

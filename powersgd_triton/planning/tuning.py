@@ -68,7 +68,7 @@ class Tuning(Listener):
         unseen = {name: shape for name, shape in tensors.items() if not any(name in bucket for bucket in buckets)}
         buckets = [bucket for bucket in (unseen, *buckets) if bucket]
         joined = not self._plan.buckets
-        kinds = cost.kinds(config, cost.FORMATS if self._plan.quantizes else ())
+        kinds = cost.kinds(config, () if self._plan.copies else cost.FORMATS)
         own = [self._own(kind, buckets, device).seconds for kind in kinds]
         # The slowest worker and the slowest network count.
         worst: Sequence[float] = (1 / network.card, 1 / network.inside, network.latency, network.inside_latency)

@@ -69,8 +69,7 @@ class RankPlan:
         given, config: The configuration as it was given, and that in force. They differ once ``settle`` was called.
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
-        quantizes: Whether gradients may be quantized, if something is to be chosen.
-        copies: See ``Communicator``.
+        copies: See ``Communicator``. If there are any, "auto" does not choose to quantize gradients.
         settled: What ``settle`` got. None before.
         spectra: Those of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
@@ -80,7 +79,7 @@ class RankPlan:
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config, self.given, self._workers = config, config, 1
         self.buckets: int | None = None
-        self.quantizes, self.copies = True, frozenset[str]()
+        self.copies = frozenset[str]()
         self.settled: dict[str, Any] | None = None
         self.tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
@@ -220,7 +219,7 @@ class RankPlan:
         self.begin(self.tensors)
         settled = saved.get("settled") or {}
         # What another configuration has settled does not count.
-        fits = ("max_rank" in settled) == self.compresses and (self.quantizes or "quantize" not in settled)
+        fits = ("max_rank" in settled) == self.compresses and not (self.copies and "quantize" in settled)
         if settled and self.given.measures and fits:
             try:
                 self.settle(settled)

@@ -41,14 +41,13 @@ def new_engine(
     device: torch.device | None = None,
     *,
     rounds: bool = False,
-    quantizes: bool = True,
     **options: Any,
 ) -> Engine:
     """Return an engine with the scheme that its configuration asks for. The other arguments are those of ``Engine``.
 
-    It averages gradients, or what ``rounds`` of local steps have changed. ``quantizes`` says whether "auto" may choose
-    to quantize. TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, its
-    backend cannot be used on the device, or its format not for gradients.
+    It averages gradients, or what ``rounds`` of local steps have changed. TypeError: ``config`` is not a configuration.
+    ValueError: its budget is too small for the tensors, its backend cannot be used on the device, or its format not for
+    gradients.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -64,5 +63,5 @@ def new_engine(
     scheme = Configured(factors) if config.quantize or config.measures else factors
     engine = Engine(scheme, config, communicator, tensors, device, **options)
     # Exchanges of local steps are rare, and memory counts more.
-    engine.residuals.whole.in_place, engine.plan.quantizes, engine.plan.copies = rounds, quantizes, communicator.copies
+    engine.residuals.whole.in_place, engine.plan.copies = rounds, communicator.copies
     return engine

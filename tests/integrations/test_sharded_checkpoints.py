@@ -209,7 +209,7 @@ def chosen(worker: int, _world_size: int) -> None:
                 # Where nothing may be quantized, steps are measured again. Nothing is lost, as with other fields.
                 for config, measures in ((AUTO, True), (RANK_2, False)):
                     other = WithReplicateGroup(at(start), config)
-                    other.state._engine.plan.quantizes = False
+                    other.state._engine.plan.copies = frozenset({"elsewhere"})
                     other.load(path)
                     assert (other.state.config, other.state._engine.plan.measures) == (config, measures)
                     assert vectors <= other.state.error().keys()
