@@ -25,6 +25,7 @@ from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
     LIMIT,
     MANY,
+    ONE,
     WIDTH,
     Gradients,
     batch,
@@ -171,7 +172,7 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
     model.forward = lambda x: model[0](x) + model[1](x.double())
     own, state = local_gradients(model), state_for(model, WIDTH)
     for _ in range(2):
-        replica, calls = DistributedDataParallel(model, static_graph=True), itertools.count(1)
+        calls = itertools.count(1)
 
         def hook(state, bucket, calls=calls):
             future = powerSGD_hook(state, bucket)
@@ -179,10 +180,7 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
             assert next(calls) != 2 or future.done()
             return future
 
-        # DDP looks at the arguments of hooks.
-        replica.register_comm_hook(state, lambda state, bucket, hook=hook: hook(state, bucket))
-        check_averages(replica, own, LIMIT)
-        del replica
+        check_averages(replicated(model, state, hook, static_graph=True, bucket_cap_mb=ONE), own, LIMIT)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, check_same
 from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
@@ -25,7 +25,6 @@ from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
 from tests.support.sharded_training import Net, sent_elements
 from tests.support.training import (
     LIMIT,
-    RANK_2,
     WIDTH,
     batch,
     check_training,
@@ -35,6 +34,7 @@ from tests.support.training import (
     logged,
     relative,
     squared_error,
+    state_for,
     step_differences,
     total,
     training,
@@ -57,10 +57,6 @@ def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, di
     return inside[worker // size], across[worker % size]
 
 
-def state_for(model: nn.Module, node_group: Any = "auto", **settings: Any) -> PowerSGDState:
-    return PowerSGDState(**{"process_group": None, "module": model, "node_group": node_group, **RANK_2, **settings})
-
-
 def unused(worker: int, world_size: int) -> None:
     """A layer that two workers use in some steps, and nobody in others: nothing is lost."""
     net = Net()
@@ -76,7 +72,7 @@ def shares(worker: int, world_size: int) -> None:
     """The two workers of a node hold and multiply each matrix once, in about equal shares."""
     with nodes_of_two(worker):
         model = linear_stack()
-        state = state_for(model)
+        state = state_for(model, node_group="auto")
         training(model, worker, state, range(2))
     memory = state._engine.residuals
     held = sum(matrix.error.numel() for matrix in memory.matrices.values() if matrix.error is not None)
@@ -106,7 +102,7 @@ def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: 
     """The others are told. Each of their errors is what it was, or has the gradients of their node too."""
     with nodes_of_two(worker):
         model = linear_stack()
-        state = state_for(model)
+        state = state_for(model, node_group="auto")
         training(model, worker, state, range(2))
         before = {name: error.double() for name, error in state.error().items()}
         twin = copy.deepcopy(model)
@@ -130,14 +126,14 @@ def resumed(worker: int, world_size: int) -> None:
     """Saved with two nodes of two workers; continued by every layout, by a copy and by a pickle."""
     with nodes_of_two(worker):
         model = linear_stack()
-        state = state_for(model)
+        state = state_for(model, node_group="auto")
         training(model, worker, state, range(2))
         weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
         # A copy knows the parameters of the model itself.
         ways = [(model, copy.deepcopy(state)), (model, pickle.loads(pickle.dumps(state)))]
         for node_group in (None, pair(worker, world_size, 4), init_device_mesh("cpu", (2, 2))):
             other = linear_stack()
-            ways.append((other, state_for(other, node_group)))
+            ways.append((other, state_for(other, node_group=node_group)))
             ways[-1][1].load_state_dict(saved)
         expected = training(model, worker, state, range(2, 4)).gradients
         for number, (continued, into) in enumerate(ways):
@@ -175,7 +171,7 @@ def joined(worker: int, world_size: int) -> None:
         for how in (contextlib.nullcontext(), latency_decides()):
             with nodes_of_two(worker), how, sent_elements() as numels:
                 model = make()
-                state = state_for(model, node_group, **settings)
+                state = state_for(model, node_group=node_group, **settings)
                 runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
                 sent.append(list(numels))
                 errors.append({name: total(error) for name, error in state.error().items()})
@@ -193,7 +189,7 @@ def interrupted(worker: int, world_size: int) -> None:
     for node_group in (None, "auto"):
         with nodes_of_two(worker), latency_decides():
             model = linear_stack()
-            state = state_for(model, node_group, wire_dtype="int4")
+            state = state_for(model, node_group=node_group, wire_dtype="int4")
             training(model, worker, state, range(2))
 
             def stop(_: Tensor) -> None:
@@ -217,7 +213,7 @@ def refused(worker: int, world_size: int) -> None:
 
     def step(node_group: Any, group: dist.ProcessGroup | None = None) -> str:
         model = nn.Linear(8, 8)
-        state = state_for(model, node_group, process_group=group)
+        state = state_for(model, group=group, node_group=node_group)
         replica = DistributedDataParallel(model, process_group=group)
         replica.register_comm_hook(state, powerSGD_hook)
         return complaint(replica(torch.ones(2, 8)).sum().backward)
@@ -227,7 +223,7 @@ def refused(worker: int, world_size: int) -> None:
         (init_device_mesh("cpu", (4,)), "two dimensions"),
         ((inside,), "TypeError: node_group must be"),
     ):
-        assert said in complaint(state_for, linear_stack(), wrong)
+        assert said in complaint(state_for, linear_stack(), node_group=wrong)
     # The third one is wrong on one worker alone.
     for groups in ((alone, across), (everyone, everyone), (inside if worker else alone, across), (inside, crossed)):
         assert re.search("ValueError.*groups of node_group must", step(groups))
@@ -251,7 +247,7 @@ def test_unequal_nodes_use_one_level(worker: int, world_size: int) -> None:
         model = linear_stack()
         variables = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=size, LOCAL_RANK=index)
         with variables, logged("powersgd_triton") as messages:
-            got = training(model, worker, state_for(model, matrix_approximation_rank=WIDTH), range(2))
+            got = training(model, worker, state_for(model, WIDTH, node_group="auto"), range(2))
         about = [text for _, text in messages if "node" in text]
         assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
         assert [reason in text for text in about] == [True] * (worker == 0), about

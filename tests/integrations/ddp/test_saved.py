@@ -18,6 +18,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.balance import check_same
 from tests.support.checks import GONE, assert_equal_states, put, same_bits
 from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import check_said
 from tests.support.training import (
     AT_ONCE,
     FEW,
@@ -37,11 +38,6 @@ from tests.support.training import (
     training,
     warnings,
 )
-
-
-def check_said(said: str, *parts: str) -> None:
-    assert said.startswith(parts[0]), said
-    assert all(part in said for part in parts), said
 
 
 def uninterrupted(worker: int, named: bool = True) -> list[Gradients]:
@@ -82,9 +78,9 @@ def other_boundaries(worker: int, world_size: int) -> None:
     fresh.load_state_dict(saved)
     training(model, worker, running, range(1), cap=MANY, **AT_ONCE)
     for other in (fresh, pickle.loads(pickle.dumps(numbered))):
-        check_said(complaint(training, model, worker, other, range(3, 4), MANY, **AT_ONCE), "RuntimeError", "module=")
+        check_said((complaint(training, model, worker, other, range(3, 4), MANY, **AT_ONCE), "^RuntimeError.*module="))
     for other in (running, state_for(model)):
-        check_said(complaint(other.load_state_dict, saved), "ValueError", "module=")
+        check_said((complaint(other.load_state_dict, saved), "^ValueError.*module="))
 
 
 def pickled(worker: int, world_size: int) -> None:
@@ -185,12 +181,12 @@ def test_a_damaged_state_is_refused_and_changes_nothing(named: bool, steps: int)
 
 @alone
 def test_another_module_is_blamed_and_a_layer_that_was_added_later_is_named() -> None:
-    check_said(complaint(training, linear_stack(), 0, state_for(linear_stack()), range(1)), "", "module=")
+    check_said((complaint(training, linear_stack(), 0, state_for(linear_stack()), range(1)), "module="))
     model = linear_stack()
     state = state_for(model)
     model.append(nn.Linear(WIDTH, 4))
     said = complaint(training, model, 0, state, range(1))
-    check_said(said, "RuntimeError", "'6.", "was added to the model after PowerSGDState was created")
+    check_said((said, "^RuntimeError.*'6..*was added to the model after PowerSGDState was created"))
     assert "module=" not in said
 
 
