@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.config import PowerSGDConfig
@@ -69,8 +68,9 @@ def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Power
     settings = [name for name in bound.arguments if name in FIELDS]
     bound.apply_defaults()
     given = bound.arguments
-    check_group(given["process_group"])
-    config, options = given["matrix_approximation_rank"], given["options"]
+    config, options, group = given["matrix_approximation_rank"], given["options"], given["process_group"]
+    if isinstance(group, nn.Module):
+        raise TypeError(f"process_group must be a process group; got a {type(group).__name__}: give it as module=")
     if isinstance(config, PowerSGDConfig):
         beside = [*settings[1:], *options]
         if beside:
@@ -99,12 +99,3 @@ def log(config: PowerSGDConfig, given: Mapping[str, Any]) -> None:
     names = [name for name in TORCHS if name != epsilon]
     names.insert(names.index("use_error_feedback"), epsilon)
     torchs_logger.info("PowerSGD config: %s", "; ".join(f"{name} = {values[name]}" for name in names))
-
-
-def check_group(group: Any) -> None:
-    """Raise TypeError if this is neither a process group nor None."""
-    # torch.distributed.new_group returns this to workers that are not in the group; ``Communicator`` refuses it.
-    outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
-    if not (outside or group is None or isinstance(group, dist.ProcessGroup)):
-        got = f"a {type(group).__name__}: give it as module=" if isinstance(group, nn.Module) else repr(group)
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None; got {got}")

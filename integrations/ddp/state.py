@@ -124,7 +124,6 @@ class PowerSGDState(Handle):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
-        arguments.check_group(group)
         if group is not self.process_group:
             if self._communicator.node_group != self._automatic_nodes:
                 logger.warning("the groups given as node_group belong to another process group; sums take one level")
