@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from powersgd_triton.checkpoint import unpickled
+from powersgd_triton.checkpoint import pickled, unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
 from powersgd_triton.layout.matrices import Size
 from powersgd_triton.ops.gradients import real_shape
@@ -124,10 +123,9 @@ def no_error(found: Any) -> DTensor:
 
 def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the saved states of one model's parts as one. ``read_factors`` reads its factors."""
-    factors = io.BytesIO()
-    torch.save({"joined": [state["factors"] for state in states]}, factors)
+    factors = pickled({"joined": [state["factors"] for state in states]})
     errors = {name: error for state in states for name, error in state["error"].items()}
-    return {"error": errors, "factors": factors.getvalue(), "iteration": max(state["iteration"] for state in states)}
+    return {"error": errors, "factors": factors, "iteration": max(state["iteration"] for state in states)}
 
 
 def read_factors(

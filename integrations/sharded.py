@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import io
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.checkpoint import StateDict, pickled
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
@@ -122,11 +121,9 @@ class ShardedHandle(Handle):
         squares |= dict.fromkeys(left, 0.0)
         if self._engine.given.planned:
             content["plans"] = self._gather(saved["plan"])
-        factors = io.BytesIO()
-        torch.save(content, factors)
         errors = renamed(errors, {new: old for old, new in self._names.items()})
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
-        return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
+        return {"error": errors, "factors": pickled(content), "iteration": saved["iteration"]}
 
     def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
         """Continue from a saved state of any mesh and rank. Collective. ``dcp.load`` calls this method.

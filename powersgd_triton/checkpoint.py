@@ -50,9 +50,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
         content = to_bytes(tensors, metadata={FORMAT: text, "checksum": checksum})
     else:
-        file = io.BytesIO()
-        torch.save({FORMAT: text, "checksum": checksum, "tensors": tensors}, file)
-        content = file.getvalue()
+        content = pickled({FORMAT: text, "checksum": checksum, "tensors": tensors})
     _write(path, content)
 
 
@@ -95,6 +93,13 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         for part, tensor in parts.items()
     }
     return tensors, json.loads(json.dumps({**state_dict, "matrices": list(matrices)}))
+
+
+def pickled(value: Any) -> bytes:
+    """Return what ``torch.save`` writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def unpickled(content: bytes) -> Any:

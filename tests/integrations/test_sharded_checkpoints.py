@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from powersgd_triton import PowerSGDConfig, attach
-from powersgd_triton.checkpoint import unpickled
+from powersgd_triton.checkpoint import pickled, unpickled
 from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.balance import Ledger, check_close, train
@@ -81,12 +81,6 @@ class Older(Net):
         return super().forward(tokens)
 
 
-def written(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
 def refuses(worker: int, _world_size: int) -> None:
     """States of something else, or that are damaged."""
     state = WithReplicateGroup(Net(), RANK_2).state
@@ -95,11 +89,11 @@ def refuses(worker: int, _world_size: int) -> None:
     basis = {"head.weight": {"basis": torch.ones(1, 1).expand(20_000, 20_000)}}
     factors = [
         b"garbage",
-        written([1]),
-        *(written({"version": 3, "shards": shards}) for shards in ([], ["a", "b"], [basis] * 2)),
-        written({"version": 3, "shards": [{"head.weight": {"basis": torch.ones(3)}}] * 2}),
-        written({"version": [3], "shards": [{}] * 2}),
-        written({"version": 3, "shards": [{}] * 2, "plans": 3}),
+        pickled([1]),
+        *(pickled({"version": 3, "shards": shards}) for shards in ([], ["a", "b"], [basis] * 2)),
+        pickled({"version": 3, "shards": [{"head.weight": {"basis": torch.ones(3)}}] * 2}),
+        pickled({"version": [3], "shards": [{}] * 2}),
+        pickled({"version": 3, "shards": [{}] * 2, "plans": 3}),
     ]
     for bad, pattern in (
         ({"iteration": 3}, "'error', 'factors'"),
@@ -121,7 +115,7 @@ def torn_apart(worker: int, world_size: int) -> None:
         train(range(2), made)
         before = whole_errors(state)
         files: list[Any] = [None] * world_size
-        dist.all_gather_object(files, written(state.state_dict()))
+        dist.all_gather_object(files, pickled(state.state_dict()))
         loaded = [torch.load(io.BytesIO(file), weights_only=False) for file in files]
         whole_state = {**state.state_dict(), "error": before}
         part = {**whole_state, "error": {name: error[:1] for name, error in before.items()}}
@@ -155,7 +149,7 @@ def torn_apart(worker: int, world_size: int) -> None:
     state = attach(model, rank=2)
     model(torch.randn(8, 64, generator=torch.Generator().manual_seed(worker))).square().sum().backward()
     own = state.state_dict()
-    dist.all_gather_object(files, written(own))
+    dist.all_gather_object(files, pickled(own))
     for other in (0, worker ^ 1):
         said = complaint(state.load_state_dict, torch.load(io.BytesIO(files[other]), weights_only=False))
         assert said.startswith("ValueError: the saved errors of 'weight' are neither whole nor this worker's own"), said
