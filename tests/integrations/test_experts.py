@@ -166,16 +166,18 @@ def layouts() -> dict[str, dict[str, Any]]:
 def attached(layout: str, config: PowerSGDConfig | None = None, *, set_last: bool = False) -> tuple[Any, Any]:
     """A model and its state. What torch lets users set, its newer versions, is set before or after."""
     model = sharded(Mixture(), **layouts()[layout])
-    setters = {"unused_params": True, "max_input_buffers": 2}
-    calls: list[Any]
-    calls = [functools.partial(getattr(model, f"set_reduce_scatter_{name}", bool), of) for name, of in setters.items()]
-    calls.append(getattr(model, "set_separate_reduce_scatter_group", bool))
-    for call in [] if set_last else calls:
-        call()
+
+    def set_options() -> None:
+        getattr(model, "set_reduce_scatter_unused_params", bool)(True)
+        getattr(model, "set_reduce_scatter_max_input_buffers", bool)(2)
+        getattr(model, "set_separate_reduce_scatter_group", bool)()
+
+    if not set_last:
+        set_options()
     with contextlib.redirect_stdout(io.StringIO()):
         state = None if config is None else attach(model, config)
-    for call in calls if set_last else []:
-        call()
+    if set_last:
+        set_options()
     return model, state
 
 
