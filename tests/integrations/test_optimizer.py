@@ -135,6 +135,8 @@ def test_a_wrong_configuration_and_an_optimizer_with_a_closure_are_refused() -> 
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(TypeError, match="a Config or a PowerSGDConfig; got int"):
         PowerSGD([weight], 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"its own Config\(rank=…\).*got a PowerSGDConfig with rank=3"):
+        PowerSGD([weight], PowerSGDConfig(rank=3))
     aggregator = PowerSGD([weight], Config(1))
     with pytest.raises(TypeError, match="needs no closure; got LBFGS"):
         optimizer_step(torch.optim.LBFGS([weight]), aggregator)
@@ -187,8 +189,3 @@ def test_quantized_gradients_lose_nothing(worker: int, world_size: int) -> None:
             left = mean(errors[str(index)].double()) if errors else 0
             # Without errors, each of three averages is rounded by half a percent or so.
             assert relative(found + left, mean(total)) < (1e-6 if errors else 0.02)
-
-
-def test_ranks_are_those_of_the_own_config() -> None:
-    with pytest.raises(ValueError, match=r"its own Config\(rank=…\).*got a PowerSGDConfig with rank=3"):
-        PowerSGD([torch.zeros(3, 4)], PowerSGDConfig(rank=3))

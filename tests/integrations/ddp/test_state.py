@@ -97,18 +97,10 @@ def test_a_configuration_is_used_as_it_is(form: Callable[..., PowerSGDState]) ->
     assert [tensor.name for tensor in state.report().tensors] == ["weight", "bias"]
 
 
-BESIDE: dict[str, Any] = {
-    "matrix_approximation_rank": 1,
-    "start_powerSGD_iter": 1_000,
-    "min_compression_rate": 2,
-    "use_error_feedback": True,
-    "warm_start": True,
-    "orthogonalization_epsilon": 0,
-    "random_seed": 0,
-    "batch_tensors_with_same_shape": False,
-    "wire_dtype": None,
-    "bakend": "torch",
-}
+TORCHS = inspect.signature(torchs.PowerSGDState).parameters.values()
+NO_HYPERPARAMETERS = ("process_group", "compression_stats_logging_frequency")
+BESIDE: dict[str, Any] = {p.name: p.default for p in TORCHS if p.name not in NO_HYPERPARAMETERS}
+BESIDE |= {"wire_dtype": None, "bakend": "torch"}
 MODEL: dict[str, Any] = {"module": nn.Linear(WIDTH, WIDTH)}
 GROUPS = (4, "gloo", CONFIG)
 NO_GROUP = "TypeError: a group must be a torch.distributed.ProcessGroup or None; got "
