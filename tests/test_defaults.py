@@ -16,7 +16,7 @@ from powersgd_triton.ops import differences
 from tests.support.checks import gradients, same_bits
 from tests.support.distributed import folder, on_workers
 from tests.support.local_steps import model
-from tests.support.sharded_training import Net, full_mesh, sharded, train
+from tests.support.sharded_training import Net, mesh_of, sharded, train
 
 DEFAULTS = (torch.bfloat16, "cpu"), (torch.float16, "meta"), (torch.float64, "meta")
 """A tensor on the device "meta" has no values, so that using it fails."""
@@ -99,7 +99,7 @@ def test_fsdp2(worker: int, world_size: int, fields: dict[str, Any]) -> None:
 
     def run() -> dict[str, Tensor]:
         with default(torch.float32):
-            nets = [sharded(Net(), full_mesh(world_size)) for _ in range(2)]
+            nets = [sharded(Net(), mesh_of(shard=world_size)) for _ in range(2)]
         first, second = (attach(net, **fields) for net in nets)
         before = train(nets[0], worker)
         with folder(worker) as place:

@@ -25,7 +25,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import everything, gradients, step
 from tests.support.distributed import folder, on_workers
-from tests.support.sharded_training import Net, full_mesh, hybrid_mesh, sharded, train
+from tests.support.sharded_training import Net, mesh_of, sharded, train
 from tests.support.thinned import slow
 from tests.support.training import RANK_2, complaint, linear_stack, logged, training, warnings
 from tests.support.wrappers import WithReplicateGroup
@@ -121,7 +121,7 @@ def test_workers_that_compute_differently_are_warned(worker: int, world_size: in
 @on_workers(4)
 def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: int) -> None:
     """At first each pair of replicas agrees, and the two shards do not."""
-    mesh = hybrid_mesh(2, 2)
+    mesh = mesh_of(replicate=2, shard=2)
     config = PowerSGDConfig(rank=2 + mesh["shard"].get_local_rank(), min_compression_rate=1)
     said = complaint(train, WithReplicateGroup(Net(), config).module, worker, steps=range(1))
     assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in config.rank: 3 instead of 2")
@@ -213,7 +213,7 @@ STATES: Wrong = {"state_dict": [5, {}, "nowhere"]}
 WRAPPERS: dict[str, Callable[[], Any]] = {
     "DDP": lambda: DistributedDataParallel(nn.Linear(40, 40)),
     "FSDP1": lambda: FullyShardedDataParallel(nn.Linear(40, 40), device_id=torch.device("cpu")),
-    "FSDP2": lambda: sharded(Net(), full_mesh(2)),
+    "FSDP2": lambda: sharded(Net(), mesh_of(shard=2)),
 }
 
 

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import attach
 from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, on_workers
-from tests.support.sharded_training import RANK_2, Net, check_said, full_mesh, make_test, sharded, train, whole_errors
+from tests.support.sharded_training import RANK_2, Net, check_said, make_test, mesh_of, sharded, train, whole_errors
 from tests.support.training import complaint, flat, relative
 
 
 def in_shards(model: Net) -> Any:
-    return sharded(model, full_mesh(dist.get_world_size()))
+    return sharded(model, mesh_of(shard=dist.get_world_size()))
 
 
 def size_of_errors(state: Handle) -> float:

@@ -14,7 +14,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hoo
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
 from tests.support.balance import check_same
-from tests.support.sharded_training import hybrid_mesh, make_test
+from tests.support.sharded_training import make_test, mesh_of
 from tests.support.training import LIMIT, relative, total
 
 STEPS = 4
@@ -87,7 +87,7 @@ def in_fsdp2(worker: int, world_size: int) -> None:
     """At full rank as FSDP2 alone; a checkpoint of low rank goes on as if nothing had happened."""
     dtype = torch.complex64
     for shape in ((2, 1), (1, 2)):
-        mesh = hybrid_mesh(*shape)
+        mesh = mesh_of(replicate=shape[0], shard=shape[1])
         made: list[tuple[Any, Any]] = []
         for settings in (None, FULL, LOW, LOW, INT2, INT2):
             # FSDP wants one dtype in a unit, and no scalars.

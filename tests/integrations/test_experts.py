@@ -21,7 +21,7 @@ from powersgd_triton import attach
 from powersgd_triton.config import PowerSGDConfig
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
-from tests.support.sharded_training import FULL_RANK, full_mesh, hybrid_mesh, make_test, whole_errors
+from tests.support.sharded_training import FULL_RANK, make_test, mesh_of, whole_errors
 from tests.support.training import LIMIT, complaint
 from tests.support.wrappers import local
 
@@ -85,12 +85,6 @@ class Mixture(nn.Module):
         return F.linear(x, weight, self.head.bias)
 
 
-@functools.cache
-def mesh_of(*sizes: int, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of all workers."""
-    return DeviceMesh("cpu", torch.arange(torch.Size(sizes).numel()).view(sizes), mesh_dim_names=names)
-
-
 def sharded(
     model: Mixture,
     mesh: DeviceMesh,
@@ -148,10 +142,10 @@ RANK_1 = PowerSGDConfig(rank=1, min_compression_rate=1)
 @functools.cache
 def layouts() -> dict[str, dict[str, Any]]:
     """Meshes of the dense layers and of the experts; ``parallel`` distributes experts before."""
-    dense, line = hybrid_mesh(2, 2), full_mesh(4)
+    dense, line = mesh_of(replicate=2, shard=2), mesh_of(shard=4)
     crossed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("replicate", "shard"))
-    flat, four = mesh_of(2, 2, names=("efsdp", "ep")), mesh_of(1, 4, names=("efsdp", "ep"))
-    sparse = mesh_of(2, 1, 2, names=("replicate", "efsdp", "ep"))
+    flat, four = mesh_of(efsdp=2, ep=2), mesh_of(efsdp=1, ep=4)
+    sparse = mesh_of(replicate=2, efsdp=1, ep=2)
     return {
         "HSDP on dim 1": {"mesh": dense, "dim": 1},
         "1-D on dim 2": {"mesh": line, "dim": 2},

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.communicator import Communicator
-from tests.support.sharded_training import full_mesh, make_test, whole
+from tests.support.sharded_training import make_test, mesh_of, whole
 from tests.support.training import Given, total
 from tests.support.wrappers import local
 
@@ -44,7 +44,7 @@ def wrap(kind: str, dtype: torch.dtype) -> Any:
         policy, device = MixedPrecision(reduce_dtype=dtype), torch.device("cpu")
         return FullyShardedDataParallel(Given(SHAPES), use_orig_params=True, device_id=device, mixed_precision=policy)
     # Each worker holds half of the rows of both.
-    return fully_shard(Given(SHAPES), mesh=full_mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    return fully_shard(Given(SHAPES), mesh=mesh_of(shard=2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
 def averages(module: Any) -> dict[str, Tensor]:

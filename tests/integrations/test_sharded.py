@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
@@ -32,10 +31,9 @@ from tests.support.sharded_training import (
     backward,
     batch,
     check_said,
-    full_mesh,
-    hybrid_mesh,
     loss_of,
     make_test,
+    mesh_of,
     parameters,
     replica_mesh,
     replicated,
@@ -49,7 +47,7 @@ from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup, means
 
 def unequal_replicas(worker: int, world_size: int) -> None:
     """Replicas are made equal at the start, stay so, have errors of their shards, and are noticed if they differ."""
-    mesh = hybrid_mesh(2, 2)
+    mesh = mesh_of(replicate=2, shard=2)
     group = mesh["replicate"].get_group()
     net = Net(seed=dist.get_rank(group))
     net.register_buffer("tokens_seen", torch.zeros(2), persistent=False)
@@ -77,7 +75,7 @@ def evaluate(module: Any) -> None:
 
 def made_equal(worker: int, world_size: int) -> None:
     """When training begins, from the first one, on the meta device or not, also after an evaluation."""
-    mesh = hybrid_mesh(2, 2)
+    mesh = mesh_of(replicate=2, shard=2)
     replica = mesh.get_local_rank("replicate")
     native = sharded(Net(), mesh)
     start, local = parameters(native), [p.detach().to_local().clone() for p in native.parameters()]
@@ -156,7 +154,7 @@ def mesh_dims(worker: int, world_size: int, meshes: Sequence[dict[str, int]]) ->
         return
     for sizes in meshes:
         names = tuple(sizes)
-        mesh = DeviceMesh("cpu", torch.arange(4).view(*sizes.values()), mesh_dim_names=names)
+        mesh = mesh_of(**sizes)
         # A dimension of one worker may be left out.
         shard = tuple(name for name in names[names.index("shard") :] if name == "shard" or sizes[name] > 1)
         replicate = "replicate" if "replicate" in sizes else None
@@ -207,7 +205,7 @@ def wrong_use(worker: int, world_size: int) -> None:
         (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
         (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),
     )
-    mesh, line = hybrid_mesh(2, 2), full_mesh(world_size)
+    mesh, line = mesh_of(replicate=2, shard=2), mesh_of(shard=world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()
     copies = replicated(Net(), replica_mesh(4))
     apply_powersgd(copies, RANK_2)
@@ -223,7 +221,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     # One worker has another version of torch, so to speak.
     with mock.patch.object(units, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else units.TORCH_VERSIONS):
         version = attempt(sharded(Net(), mesh), replicate_group=None)
-    split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
+    split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), mesh_of(replicate=2, shard=1, tensor=2))
     for field in ("quantize", "bypass"):
         said = complaint(apply_powersgd, split, PowerSGDConfig.from_dict({field: "int8"}))
         check_said((said, f"ValueError: {field} does not keep tensors equal.*tensor parallelism"))

@@ -25,7 +25,7 @@ from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.balance import Ledger, check_close, train
 from tests.support.checks import same_bits, set_times
 from tests.support.distributed import folder
-from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, whole_errors
+from tests.support.sharded_training import RANK_2, Net, make_test, mesh_of, whole_errors
 from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
@@ -145,7 +145,7 @@ def torn_apart(worker: int, world_size: int) -> None:
             assert "cannot be read: Missing key in checkpoint state_dict: error." in said
             assert "Traceback" not in said
     # All shards have the same shape, so that only the values tell whose they are.
-    model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=full_mesh(world_size))
+    model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh_of(shard=world_size))
     state = attach(model, rank=2)
     model(torch.randn(8, 64, generator=torch.Generator().manual_seed(worker))).square().sum().backward()
     own = state.state_dict()

@@ -14,17 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from powersgd_triton import attach
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support.checks import same_bits
-from tests.support.sharded_training import (
-    RANK_2,
-    RATE,
-    Net,
-    backward,
-    batch,
-    full_mesh,
-    hybrid_mesh,
-    loss_of,
-    make_test,
-)
+from tests.support.sharded_training import RANK_2, RATE, Net, backward, batch, loss_of, make_test, mesh_of
 from tests.support.training import relative
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, means
 
@@ -34,7 +24,7 @@ def by_turns(worker: int, world_size: int) -> None:
     plain, name, scale = Net(), "sometimes.weight", torch.ones(())
     loss_of(plain, batch(worker, 0)).backward()
     expected = means({name: plain.sometimes.weight.grad})[name]  # type: ignore[dict-item]
-    for wrapper, mesh in ((FSDP1, None), (FSDP2, full_mesh(world_size)), (HSDP, hybrid_mesh(2, 2))):
+    for wrapper, mesh in ((FSDP1, None), (FSDP2, mesh_of(shard=world_size)), (HSDP, mesh_of(replicate=2, shard=2))):
         net, options = Net(), dict[str, Any]()
         if mesh is None:
             options["auto_wrap_policy"] = CustomPolicy(functools.partial(operator.is_, net.sometimes))
@@ -63,7 +53,7 @@ def by_themselves(worker: int, world_size: int) -> None:
         parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(3))
         for part in parts:
             for layer in (*part.children(), part):
-                fully_shard(layer, mesh=full_mesh(world_size))
+                fully_shard(layer, mesh=mesh_of(shard=world_size))
         state = apply_powersgd(parts, RANK_2)
         for step, scale in enumerate(scales):
             values = torch.ones(8, 24, requires_grad=True) * torch.arange(worker, worker + 24)
@@ -103,7 +93,7 @@ def by_methods(worker: int, world_size: int) -> None:
         torch.manual_seed(0)
         model = Parts()
         for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=full_mesh(world_size))
+            fully_shard(unit, mesh=mesh_of(shard=world_size))
         register_fsdp_forward_method(model, "project")
         state = apply_powersgd(model, RANK_2)
         model(values).sum().backward()
@@ -122,7 +112,7 @@ def compiled_before(_worker: int, world_size: int) -> None:
     inner = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
     model: Any = torch.compile(inner, backend="eager")
     for unit in (inner[0], model):
-        fully_shard(unit, mesh=full_mesh(world_size))
+        fully_shard(unit, mesh=mesh_of(shard=world_size))
     state = attach(model, RANK_2)
     model(torch.ones(8, 24)).sum().backward()
     assert {tensor.name for tensor in state.report().tensors} == {name for name, _ in inner.named_parameters()}

@@ -22,9 +22,8 @@ from tests.support.sharded_training import (
     Net,
     batch,
     check_said,
-    full_mesh,
-    hybrid_mesh,
     make_test,
+    mesh_of,
     parameters,
     sharded,
     train,
@@ -55,7 +54,7 @@ def parameter_group(module: Any) -> Any:
 
 def guards(worker: int, world_size: int) -> None:
     """Averaging on another path ends the backward pass; what only adds to ours does not."""
-    mesh = hybrid_mesh(2, 2)
+    mesh = mesh_of(replicate=2, shard=2)
 
     def replaced() -> Any:
         module = HSDP(Net(), RANK_2).module
@@ -73,7 +72,7 @@ def guards(worker: int, world_size: int) -> None:
         return module
 
     def reduce_scattered() -> Any:
-        module = sharded(Net(), full_mesh(4))
+        module = sharded(Net(), mesh_of(shard=4))
         native = parameter_group(module)._reduce_scatter_comm
         apply_powersgd(module, RANK_2)
         for unit in units_of(module):
@@ -125,7 +124,7 @@ def settled(worker: int, world_size: int) -> None:
         # Not quantized gradients where they are not supported.
         cheap = lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3)  # noqa: E731
         set_times(patch, Network(2, card=4.0 * numel), 1.0, cheap)
-        split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
+        split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), mesh_of(replicate=2, shard=1, tensor=2))
         state = apply_powersgd(split, PowerSGDConfig(compression="auto"))
         train(split, worker // 2, range(6))
         assert state._engine.plan.settled == {"compression": None}
@@ -135,12 +134,12 @@ def settled(worker: int, world_size: int) -> None:
         patch.setattr(tensor_parallel, "TOKENS", 33)
         net = tensor_parallel.Net(0, 8)
         net.mix = nn.Identity()  # type: ignore[assignment]
-        parallel = tensor_parallel.parallel(net, tensor_parallel.mesh_of(2, 1, 2))
+        parallel = tensor_parallel.parallel(net, mesh_of(replicate=2, shard=1, tensor=2))
         config = PowerSGDConfig(compression=2, max_overhead=0.3, min_compression_rate=1)
         state = apply_powersgd(parallel, config)
         train(parallel, worker // 2, range(6))
         found["tensor parallel"] = state._engine.plan.settled
-    model = sharded(Net(), full_mesh(world_size))
+    model = sharded(Net(), mesh_of(shard=world_size))
     with pytest.raises(ValueError, match="a sharded model without replicas does not: choose a number"):
         apply_powersgd(model, PowerSGDConfig(compression="auto"))
     everywhere: list[Any] = [None] * world_size

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support.distributed import folder
-from tests.support.sharded_training import hybrid_mesh, make_test
-from tests.support.tensor_parallel import mesh_of
+from tests.support.sharded_training import make_test, mesh_of
 from tests.support.wrappers import local
 
 PLANNED = PowerSGDConfig(compression=8, replan_every=2, min_compression_rate=1)
@@ -36,9 +35,9 @@ class Net(nn.Module):
 
 def made(replicas: int, shards: int, parts: int) -> tuple[Net, Any]:
     if parts == 1:
-        net, mesh = Net(None), hybrid_mesh(replicas, shards)
+        net, mesh = Net(None), mesh_of(replicate=replicas, shard=shards)
     else:
-        whole = mesh_of(replicas, shards, parts)
+        whole = mesh_of(replicate=replicas, shard=shards, tensor=parts)
         net, mesh = Net(whole["tensor"]), whole["replicate", "shard"] if replicas > 1 else whole["shard"]
     fully_shard(net, mesh=mesh)
     return net, apply_powersgd(net, PLANNED)

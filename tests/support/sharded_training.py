@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -146,10 +147,13 @@ make_test = functools.partial(distributed.make_test, run_all=in_one_group)
 
 
 @functools.cache
-def hybrid_mesh(replicas: int, shards: int) -> DeviceMesh:
-    """A mesh of the first workers; all must call it."""
-    workers = torch.arange(replicas * shards).view(replicas, shards)
-    return DeviceMesh("cpu", workers, mesh_dim_names=("replicate", "shard"))
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """A mesh of the first workers with dimensions of these names; all workers must call it.
+
+    If it has one dimension and all workers, its group is the default one, whose timeout it has.
+    """
+    workers = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    return DeviceMesh("cpu", workers, mesh_dim_names=tuple(sizes))
 
 
 def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
@@ -162,12 +166,9 @@ def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
 MESH_ARGUMENT = "mesh" if "mesh" in inspect.signature(replicate).parameters else "device_mesh"
 
 
-@functools.cache
 def replica_mesh(workers: int) -> DeviceMesh:
     """A mesh of replicas alone."""
-    if MESH_ARGUMENT != "mesh":
-        return hybrid_mesh(workers, 1)
-    return DeviceMesh("cpu", torch.arange(workers), mesh_dim_names=("replicate",))
+    return mesh_of(replicate=workers) if MESH_ARGUMENT == "mesh" else mesh_of(replicate=workers, shard=1)
 
 
 def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
@@ -175,12 +176,6 @@ def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
         replicate(block, **options)
     return replicate(model, **options)
-
-
-@functools.cache
-def full_mesh(world_size: int) -> DeviceMesh:
-    """A mesh of one dimension, of all workers: its group is the default one, whose timeout it has."""
-    return DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("shard",))
 
 
 @contextlib.contextmanager

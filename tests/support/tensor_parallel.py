@@ -1,6 +1,5 @@
 """A model with tensor-parallel layers of every kind, on replicas × shards × tensor-parallel workers."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,13 +50,6 @@ class Net(nn.Module):
             x = block(x)
         logits: Tensor = self.mix(self.head(self.norm(x)))
         return logits
-
-
-@functools.cache
-def mesh_of(replicas: int, shards: int, parts: int) -> DeviceMesh:
-    """A mesh of the first workers; all must call it."""
-    workers = torch.arange(replicas * shards * parts).view(replicas, shards, parts)
-    return DeviceMesh("cpu", workers, mesh_dim_names=("replicate", "shard", "tensor"))
 
 
 def parallel(model: Net, mesh: DeviceMesh, *, two_dimensional: bool = True) -> Any:

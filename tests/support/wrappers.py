@@ -34,9 +34,8 @@ from tests.support.sharded_training import (
     Block,
     Gradients,
     Net,
-    full_mesh,
-    hybrid_mesh,
     loss_of,
+    mesh_of,
     replica_mesh,
     replicated,
     sharded,
@@ -151,7 +150,7 @@ class FSDP2(Wrapped):
     """``fully_shard`` on one dimension."""
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, **options: Any) -> None:
-        self.finish(net, sharded(net, full_mesh(dist.get_world_size()), **options), config)
+        self.finish(net, sharded(net, mesh_of(shard=dist.get_world_size()), **options), config)
 
     def syncing(self, on: bool) -> contextlib.AbstractContextManager[None]:
         self.module.set_requires_gradient_sync(on)
@@ -162,7 +161,7 @@ class HSDP(FSDP2):
     """``fully_shard`` on replicas × shards, of which the state averages the replicas."""
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, **options: Any) -> None:
-        self.finish(net, sharded(net, hybrid_mesh(2, dist.get_world_size() // 2), **options), config)
+        self.finish(net, sharded(net, mesh_of(replicate=2, shard=dist.get_world_size() // 2), **options), config)
 
     def mean_error(self) -> Gradients:
         return whole_errors(self.state)
@@ -175,7 +174,7 @@ class WithReplicateGroup(HSDP):
         if config is None:
             super().__init__(net, config, **options)
             return
-        mesh = hybrid_mesh(2, dist.get_world_size() // 2)
+        mesh = mesh_of(replicate=2, shard=dist.get_world_size() // 2)
         self.finish(net, sharded(net, mesh["shard"], **options), None)
         self.state = apply_powersgd(self.module, config, mesh["replicate"].get_group())
 
@@ -193,7 +192,7 @@ class TensorParallel(HSDP):
     net_type = tensor_parallel.Net
 
     def __init__(self, net: Any, config: PowerSGDConfig | None, *, by_mesh: bool = True) -> None:
-        mesh = tensor_parallel.mesh_of(2, 1, dist.get_world_size() // 2)
+        mesh = mesh_of(replicate=2, shard=1, tensor=dist.get_world_size() // 2)
         self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=by_mesh or config is None), None)
         if config is not None:
             self.state = apply_powersgd(self.module, config, None if by_mesh else mesh["replicate"].get_group())
