@@ -35,7 +35,6 @@ from tests.support.sharded_training import (
     make_test,
     mesh_of,
     parameters,
-    replica_mesh,
     replicated,
     sharded,
     train,
@@ -207,7 +206,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
     mesh, line = mesh_of(replicate=2, shard=2), mesh_of(shard=world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()
-    copies = replicated(Net(), replica_mesh(4))
+    copies = replicated(Net())
     apply_powersgd(copies, RANK_2)
     divided = FSDP2(Net(), RANK_2).module
     divided.set_gradient_divide_factor(8.0)

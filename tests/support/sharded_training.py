@@ -162,17 +162,13 @@ def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-# In torch 2.9 the argument has another name, and the mesh a shard dimension of one worker.
-MESH_ARGUMENT = "mesh" if "mesh" in inspect.signature(replicate).parameters else "device_mesh"
-
-
-def replica_mesh(workers: int) -> DeviceMesh:
-    """A mesh of replicas alone."""
-    return mesh_of(replicate=workers) if MESH_ARGUMENT == "mesh" else mesh_of(replicate=workers, shard=1)
-
-
-def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
-    options[MESH_ARGUMENT] = mesh
+def replicated(model: Net, **options: Any) -> Any:
+    """On all workers."""
+    if "mesh" in inspect.signature(replicate).parameters:
+        options["mesh"] = mesh_of(replicate=dist.get_world_size())
+    else:
+        # In torch 2.9 the mesh has a shard dimension of one worker.
+        options["device_mesh"] = mesh_of(replicate=dist.get_world_size(), shard=1)
     for block in model.blocks:
         replicate(block, **options)
     return replicate(model, **options)

@@ -36,7 +36,6 @@ from tests.support.sharded_training import (
     Net,
     loss_of,
     mesh_of,
-    replica_mesh,
     replicated,
     sharded,
     whole,
@@ -183,7 +182,7 @@ class Replicate(HSDP):
     """``replicate()``: replicas alone."""
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, **options: Any) -> None:
-        self.finish(net, replicated(net, replica_mesh(dist.get_world_size()), **options), config)
+        self.finish(net, replicated(net, **options), config)
 
 
 class TensorParallel(HSDP):
