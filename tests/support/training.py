@@ -78,6 +78,15 @@ class Run:
     digests: list[str] = dataclasses.field(default_factory=list)
 
 
+def hooked(model: nn.Module, state: Any, hook: Callable[..., Any] = powerSGD_hook, **options: Any) -> Any:
+    """A model in DDP with these options and, where ``state`` is given, the hook."""
+    replica = DistributedDataParallel(model, **options)
+    if state is not None:
+        # DDP looks at the names of hooks.
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+    return replica
+
+
 def training(
     model: nn.Module,
     worker: int,
@@ -92,11 +101,7 @@ def training(
     **options: Any,
 ) -> Run:
     """Train with DDP and, where ``state`` is given, the hook."""
-    run = Run()
-    replica = DistributedDataParallel(model, bucket_cap_mb=cap, process_group=group, **options)
-    if state is not None:
-        # DDP looks at the names of hooks.
-        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+    run, replica = Run(), hooked(model, state, hook, bucket_cap_mb=cap, process_group=group, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with replica.join(enable=uneven):
         for step in steps:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.balance import check_same
 from tests.support.distributed import run
+from tests.support.training import hooked
 
 BATCH, TEST_IMAGES = 32, 597
 SEEDS = (0, 1, 2)
@@ -46,10 +46,8 @@ def training(worker: int, world_size: int, names: Iterable[str], seed: int, epoc
     for name in names:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        replica = DistributedDataParallel(model)
         settings = SETTINGS[name]
-        if settings is not None:
-            replica.register_comm_hook(PowerSGDState(None, module=model, **settings), powerSGD_hook)
+        replica = hooked(model, None if settings is None else PowerSGDState(None, module=model, **settings))
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(epochs):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.control import Control
@@ -25,13 +24,13 @@ from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
     LIMIT,
     MANY,
-    ONE,
     WIDTH,
     Gradients,
     batch,
     complaint,
     flat,
     gradients_of,
+    hooked,
     linear_stack,
     local_gradients,
     relative,
@@ -44,13 +43,6 @@ from tests.support.training import (
 from tests.support.wrappers import Wrapped
 
 STEPS, RANK, SCALE = range(4), 2, 8.0
-
-
-def replicated(model: nn.Module, state: PowerSGDState, hook: Any = powerSGD_hook, **options: Any) -> Any:
-    replica = DistributedDataParallel(model, **{"bucket_cap_mb": MANY, **options})
-    # DDP looks at the names of hooks.
-    replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
-    return replica
 
 
 def check_averages(replica: Any, own: Gradients, allowed: float, dtype: torch.dtype = torch.float32) -> None:
@@ -100,7 +92,7 @@ def collectives(worker: int, world_size: int) -> None:
 
     model = linear_stack()
     state = state_for(model, RANK, error_dtype=torch.bfloat16)
-    replica = replicated(model, state, hook)
+    replica = hooked(model, state, hook, bucket_cap_mb=MANY)
     before = random_states()
     with contextlib.ExitStack() as stacked:
         for name in COLLECTIVES:
@@ -157,7 +149,7 @@ def dtypes(worker: int, world_size: int) -> None:
     ):
         model = linear_stack(3).to(dtype)
         own = local_gradients(model)
-        replica = replicated(model, state_for(model, WIDTH), hook)
+        replica = hooked(model, state_for(model, WIDTH), hook, bucket_cap_mb=MANY)
         # Rounded before and after; the workers' gradients may cancel.
         allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         check_averages(replica, own, allowed, dtype)
@@ -180,7 +172,7 @@ def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
             assert next(calls) != 2 or future.done()
             return future
 
-        check_averages(replicated(model, state, hook, static_graph=True, bucket_cap_mb=ONE), own, LIMIT)
+        check_averages(hooked(model, state, hook, static_graph=True), own, LIMIT)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:

@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, check_same
 from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
@@ -30,6 +28,7 @@ from tests.support.training import (
     check_training,
     complaint,
     gradients_of,
+    hooked,
     linear_stack,
     logged,
     relative,
@@ -214,8 +213,7 @@ def refused(worker: int, world_size: int) -> None:
     def step(node_group: Any, group: dist.ProcessGroup | None = None) -> str:
         model = nn.Linear(8, 8)
         state = state_for(model, group=group, node_group=node_group)
-        replica = DistributedDataParallel(model, process_group=group)
-        replica.register_comm_hook(state, powerSGD_hook)
+        replica = hooked(model, state, process_group=group)
         return complaint(replica(torch.ones(2, 8)).sum().backward)
 
     for wrong, said in (

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.distributed import on_workers
-from tests.support.training import relative
+from tests.support.training import hooked, relative
 from tests.support.wrappers import means
 
 WIDTH = 600
@@ -39,11 +39,6 @@ def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: in
     x = torch.randn(8, WIDTH)
     applied = {name: torch.zeros(WIDTH, WIDTH) for name, _ in model.named_parameters()}
 
-    def wrapped(**options: Any) -> DistributedDataParallel:
-        replica = DistributedDataParallel(model, bucket_cap_mb=1, **options)
-        replica.register_comm_hook(state, powerSGD_hook)
-        return replica
-
     def train(replica: DistributedDataParallel, steps: int) -> None:
         for _ in range(steps):
             model.zero_grad()
@@ -58,7 +53,7 @@ def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: in
     twin = copy.deepcopy(model)
     twin(x).square().mean().backward()
     gradients = means({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
-    replica = wrapped()
+    replica = hooked(model, state, bucket_cap_mb=1)
     train(replica, 2)
     handle = model.middle.register_full_backward_pre_hook(stop)
     with pytest.raises(RuntimeError, match="stopped"):
@@ -68,7 +63,7 @@ def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: in
     del replica
     gc.collect()
     # Its first buckets do not have the head, which was sent before.
-    train(wrapped(find_unused_parameters=True), 2)
+    train(hooked(model, state, bucket_cap_mb=1, find_unused_parameters=True), 2)
     assert state.iteration == 4
     for name, error in means(state.error()).items():
         assert relative(applied[name] + error, (5 if "head" in name else 4) * gradients[name]) < 1e-5, name

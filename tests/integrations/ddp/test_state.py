@@ -26,6 +26,7 @@ from tests.support.training import (
     WIDTH,
     Messages,
     complaint,
+    hooked,
     linear_stack,
     logged,
     relative,
@@ -206,8 +207,8 @@ def keeps_all_or_nothing(worker: int, world_size: int) -> None:
     inputs = torch.randn(8, 128, dtype=torch.double)
     model(inputs).backward()
     given = {name: p.grad.clone() for name, p in model.named_parameters()}
-    state, replica = PowerSGDState(PowerSGDConfig(rank=4), module=model), DistributedDataParallel(model)
-    replica.register_comm_hook(state, ddp.powerSGD_hook)
+    state = PowerSGDState(PowerSGDConfig(rank=4), module=model)
+    replica = hooked(model, state)
     model.zero_grad()
     model[0].weight.register_hook(lambda _: 1 / 0)
     assert "ZeroDivisionError" in complaint(lambda: replica(inputs).backward())

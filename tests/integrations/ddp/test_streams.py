@@ -5,12 +5,12 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm import exchange
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.exchanges import latency_decides
 from tests.support.streams import Network, StreamMachine, stream_machine
+from tests.support.training import hooked
 
 pytestmark = pytest.mark.usefixtures("one_worker")
 
@@ -18,9 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_worker")
 def train(machine: StreamMachine, network: Network | None = None) -> None:
     """Steps of several buckets. ``network``: of two workers, instead of the one that there is."""
     model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 12), nn.Linear(12, 1))
-    replica = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     state = PowerSGDState(None, start_powerSGD_iter=0, min_compression_rate=0.1, module=model)
-    replica.register_comm_hook(state, powerSGD_hook)
+    replica = hooked(model, state, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     if network is not None:
         state._engine.connect(network)
     saved = None
