@@ -139,7 +139,7 @@ class PowerSGDState(ShardedHandle):
 
         def part_of(name: str) -> Part:
             shape = engine.tensors()[name]
-            return Part(0, *cut(shape[0], mesh), mesh, [Shard(0)], shape, mesh)
+            return Part(0, *cut(shape[0], mesh), mesh, [Shard(0)], shape, workers=mesh)
 
         super().__init__(engine, part_of)
         engine.connect(in_own_group(communicator, device, node_group))
