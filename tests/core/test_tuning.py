@@ -17,7 +17,7 @@ from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import set_times
 from tests.support.checks import step as averaged
-from tests.support.distributed import outcome, run_cases
+from tests.support.distributed import run
 from tests.support.training import digest, linear_stack, training
 
 SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
@@ -71,9 +71,9 @@ def quantized(worker: int, world_size: int) -> list[Any]:
             found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
             model = linear_stack()
             state = PowerSGDState(AUTO, module=model)
-            run = training(model, worker, state, range(FIRST + 2))
+            trained = training(model, worker, state, range(FIRST + 2))
             assert pickle.loads(pickle.dumps(state)).config == state.config == resumed.config
-            found.append(digest(run.gradients[-1].values()))
+            found.append(digest(trained.gradients[-1].values()))
             # What was chosen is given up with a state without a choice, whose errors are kept.
             assert not resumed.load_state_dict(saved_with({})).dropped
             assert (resumed.config, resumed._engine.plan.measures) == (AUTO, True)
@@ -118,11 +118,10 @@ def choices(worker: int, world_size: int) -> list[Any]:
     return [*found, network]
 
 
-def test_all_workers_settle_the_same_and_lose_nothing() -> None:
-    results = run_cases([choices, quantized], 2)
-    for case in (choices, quantized):
-        first, second = outcome(results, case)
-        assert first == second
+@pytest.mark.parametrize("case", [choices, quantized])
+def test_all_workers_settle_the_same_and_lose_nothing(case: Any) -> None:
+    first, second = run(case, 2)
+    assert first == second
 
 
 def saved_with(settled: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from tests.support.exchanges import bytes_decide
 
 Worker = Callable[..., Any]
-Cases = Mapping[str, Worker] | Sequence[Worker]
+Cases = Mapping[str, Worker]
 # A machine may be busy with other work for a long time. These limits only end what hangs.
 HUNG = 1500.0
 """Seconds after which what is not done counts as hung. Less than pytest's own limit in the Makefile."""
@@ -46,7 +46,8 @@ def run(
     A worker's failure is a RuntimeError with its traceback; of ``casualties``, which are meant to die, the result is
     None. All must be done after ``timeout`` seconds.
     """
-    return outcome(run_cases([fn], world_size, *args, timeout=timeout, casualties=casualties), fn)
+    name = fn.__name__
+    return outcome(run_cases({name: fn}, world_size, *args, timeout=timeout, casualties=casualties), name)
 
 
 def run_cases(
@@ -56,9 +57,7 @@ def run_cases(
     with tempfile.TemporaryDirectory() as folder:
         context = forkserver()
         processes = [
-            context.Process(
-                target=_work, args=(worker, world_size, named(cases), folder, args, casualties), daemon=True
-            )
+            context.Process(target=_work, args=(worker, world_size, cases, folder, args, casualties), daemon=True)
             for worker in range(world_size)
         ]
         try:
@@ -80,14 +79,10 @@ def run_cases(
                 if process.is_alive():
                     process.kill()
                     process.join()
-        paths = {name: [Path(folder, f"{name}.{worker}") for worker in range(world_size)] for name in named(cases)}
+        paths = {name: [Path(folder, f"{name}.{worker}") for worker in range(world_size)] for name in cases}
         return {
             name: [pickle.loads(p.read_bytes()) if p.exists() else None for p in own] for name, own in paths.items()
         }
-
-
-def named(cases: Cases) -> dict[str, Worker]:
-    return dict(cases) if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
 
 
 def _stacks(folder: str, processes: Sequence[Any]) -> str:
@@ -105,9 +100,8 @@ def _stack(folder: str, worker: int) -> Path:
     return path
 
 
-def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
+def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
     """Results of one case. If it failed on a worker, a RuntimeError holds the tracebacks."""
-    name = case if isinstance(case, str) else case.__name__
     failures = [(worker, result) for worker, result in enumerate(results[name]) if isinstance(result, Failure)]
     if failures:
         # All of them, since a worker that fails makes the others' collectives fail.
@@ -115,14 +109,21 @@ def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
     return results[name]
 
 
-def make_test(cases: Cases, world_size: int, run_all: Callable[..., Any] = run_cases) -> Callable[..., None]:
+def named(cases: Cases | Sequence[Worker]) -> Cases:
+    return cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
+
+
+def make_test(
+    cases: Cases | Sequence[Worker], world_size: int, run_all: Callable[..., Any] = run_cases
+) -> Callable[..., None]:
     """A test of each case. Those that are selected run in the same processes, when the first one is asked for."""
+    bodies = named(cases)
 
     @functools.cache
     def results(*chosen: str) -> dict[str, list[Any]]:
-        return dict(run_all({name: named(cases)[name] for name in chosen}, world_size))
+        return dict(run_all({name: bodies[name] for name in chosen}, world_size))
 
-    @pytest.mark.parametrize("name", named(cases))
+    @pytest.mark.parametrize("name", bodies)
     def test(name: str, request: pytest.FixtureRequest) -> None:
         """See the cases' docstrings."""
         items: list[Any] = [item for item in request.session.items if getattr(item, "function", None) is test]
@@ -161,7 +162,7 @@ def _run_test(worker: int, world_size: int, module: str, name: str, arguments: d
 def _work(
     worker: int,
     world_size: int,
-    cases: Mapping[str, Worker],
+    cases: Cases,
     folder: str,
     args: tuple[Any, ...],
     casualties: Collection[int],

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
 from tests.support import distributed
-from tests.support.distributed import Cases, Failure, Worker, named
+from tests.support.distributed import Cases, Failure, Worker
 
 WIDTH = 25
 TOKENS = 17
@@ -126,8 +126,8 @@ def train(module: Any, worker: int, steps: range = range(3)) -> Gradients:
 
 def in_one_group(cases: Cases, world_size: int) -> dict[str, list[Any]]:
     """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
-    by_worker = distributed.run(_in_turn, world_size, named(cases))
-    return {name: [results.get(name, MISSING) for results in by_worker] for name in named(cases)}
+    by_worker = distributed.run(_in_turn, world_size, cases)
+    return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}
 
 
 def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import dataclasses
 import random
 import time
 import traceback
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,6 @@ class Fault:
     early: bool = False
     algorithm: str | None = None
     local: bool = False
-
-    @property
-    def __name__(self) -> str:
-        return str(zlib.crc32(self.title.encode()))
 
     def __call__(self, worker: int, world_size: int, times: int, folder: Path) -> Tally:
         """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it."""

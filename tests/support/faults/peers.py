@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,17 +93,13 @@ class Loss:
     victims: tuple[int, ...]
     seed: int
 
-    @property
-    def __name__(self) -> str:
-        return str(zlib.crc32(repr(self).encode()))
-
     def __call__(self, worker: int, world_size: int, folder: Path) -> Tally:
         tally, dice = Tally(), random.Random(self.seed)
         alive = list(range(world_size))
         for victim in self.victims:
             # Nobody leaves a group that others are still entering.
             dist.barrier()
-            name = f"{self.__name__}-{len(alive)}"
+            name = f"{self.kind}-{self.seed}-{len(alive)}"
             regroup(folder / f"{name}.before", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
             trainer: Any = (Local if "local" in self.kind else Trainer)(worker, len(alive), dice)
             trainer.begin(Setting.draw(dice, scaled=False))
@@ -205,9 +200,9 @@ def lose(kind: str, times: int, folder: Path) -> list[Tally]:
 
 def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Iterator[Tally]:
     victims = tuple(dice.sample(range(3), 2))
-    case = Loss(kind, victims, dice.randrange(1 << 30))
+    case = {kind: Loss(kind, victims, dice.randrange(1 << 30))}
     try:
-        results: Sequence[Any] = run_cases([case], 3, folder, casualties=victims, timeout=4 * PATIENCE)[case.__name__]
+        results: Sequence[Any] = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind]
     except TimeoutError as error:
         yield Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
         return

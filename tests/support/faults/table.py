@@ -138,8 +138,10 @@ def inject(times: int, *, rarely: int, timeout: float) -> dict[str, Tally]:
     A TimeoutError means that workers hung outside of collectives.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = run_cases(FAULTS, WORKERS, times, Path(folder), timeout=timeout)
-        found = {fault.title: _joined(results[fault.__name__]) for fault in FAULTS}
+        # Their names are those of files.
+        cases = {f"fault {number}": fault for number, fault in enumerate(FAULTS)}
+        results = run_cases(cases, WORKERS, times, Path(folder), timeout=timeout)
+        found = {fault.title: _joined(results[name]) for name, fault in cases.items()}
         for title, kind in LOSSES:
             found[title] = _added(peers.lose(kind, rarely, Path(folder)))
     return found
