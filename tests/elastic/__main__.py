@@ -23,9 +23,10 @@ def main() -> int:
     for title, found in table.results(arguments.only):
         lines.append(table.row(title, found))
         print(lines[-1], flush=True)
-        for outcome in filter(table.bad, found):
-            wrong += 1
-            print(outcome, *outcome.failed, sep="\n", file=sys.stderr, flush=True)
+        for outcome in found:
+            if said := outcome.wrong(table.LOST):
+                wrong += 1
+                print(outcome, said, sep="\n", file=sys.stderr, flush=True)
     if arguments.write:
         page = ROOT / table.PAGE
         page.write_text(replaced(page.read_text(encoding="utf-8"), "\n".join(lines)), encoding="utf-8")

@@ -16,10 +16,7 @@ TIMEOUT = 40
 
 
 def check(outcome: Outcome, *, faults: int, split: int) -> None:
-    assert not outcome.failed, outcome.failed[0]
-    assert not outcome.hung
-    assert outcome.unequal == 0
-    assert outcome.lost <= table.LOST
+    assert not (said := outcome.wrong(table.LOST)), said
     assert outcome.split >= split
     # The others hear of a fault long before the group's timeout. A machine may be busy with other work.
     assert len(outcome.delays) == faults
@@ -46,4 +43,4 @@ def test_the_example_prints_what_the_guide_says(tmp_path: Path):
 def test_faults(title: str):
     for scenario in table.ROWS[title]():
         outcome = run(scenario)
-        assert not table.bad(outcome), outcome
+        assert not outcome.wrong(table.LOST), outcome

@@ -31,6 +31,11 @@ class Outcome:
     collectives: int
     """Of an undisturbed step."""
 
+    def wrong(self, most: float) -> str:
+        """What must not be: that workers fail, hang or differ, or that a step loses more than ``most``."""
+        found = {"hung": self.hung, "unequal": self.unequal, f"lost {self.lost}": self.lost > most}
+        return "\n".join([*self.failed, *(name for name, value in found.items() if value)])
+
 
 def checked(
     logs: dict[str, list[dict[str, Any]]],

@@ -109,10 +109,6 @@ ROWS: dict[str, Callable[[], Iterator[Scenario]]] = {
 }
 
 
-def bad(outcome: Outcome) -> bool:
-    return bool(outcome.hung or outcome.unequal or outcome.lost > LOST or outcome.failed)
-
-
 def row(title: str, found: list[Outcome]) -> str:
     delays = [delay for outcome in found for delay in outcome.delays]
     seconds = f"{statistics.median(delays):.1f}, {max(delays):.1f}" if delays else "–"

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +96,13 @@ class Ledger:
         operations, writes = (rank + 1) * (2 + self.workers) * self.workers, rounds * self.workers
         tiny = operations * TINY[None] + writes * (self._tiny if rank else TINY[None])
         self._slack[name] += tiny * math.sqrt(self._owed[name].numel())
+
+    def enter_void(self, begun: Iterable[Iterable[str]], given: Sequence[Named]) -> None:
+        """A step that will never be applied. What was in buckets that were begun, and compressed, is carried."""
+        names = {name for bucket in begun for name in bucket}
+        for name, shape in self._shapes.items():
+            fate = Fate.CARRIED if name in names and self.ranks[name] else Fate.DROPPED
+            self.enter(name, fate, [gradients[name] for gradients in given], torch.zeros(shape, dtype=torch.float64))
 
     def load(self, config: PowerSGDConfig, workers: int) -> None:
         """Every worker goes on from the mean error, as ``state_dict`` saved it, perhaps at another rank or number."""

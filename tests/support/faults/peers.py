@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import schedule
 from tests.support.distributed import regroup, run_cases
 from tests.support.faults.episodes import Tally
-from tests.support.faults.ledger import Fate, Ledger
+from tests.support.faults.ledger import Ledger
 from tests.support.faults.local import LOST, Local
 from tests.support.faults.local_events import after
 from tests.support.faults.saved import refused_step
-from tests.support.faults.trainer import SHAPES, Setting, Trainer
+from tests.support.faults.trainer import SHAPES, Gradients, Setting, Trainer
 
 PATIENCE = 240.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
@@ -181,37 +181,28 @@ def _lose_local(local: Local, victim: int) -> None:
         local.lost.append("exchanges without one of the workers look complete")
 
 
-def _owed_differently(trainer: Trainer, before: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
+def _owed_differently(trainer: Trainer, before: Gradients, given: Gradients) -> list[str]:
     """This worker's own account of a step that was begun and not applied."""
     ledger = Ledger(SHAPES, 1, trainer.state.config)
     ledger.differences([before])
-    began = {name for bucket in trainer.buckets for name in bucket}
-    for name, gradient in given.items():
-        fate = Fate.CARRIED if name in began and ledger.ranks[name] else Fate.DROPPED
-        ledger.enter(name, fate, [gradient.double()], torch.zeros_like(gradient, dtype=torch.float64))
+    ledger.enter_void(trainer.buckets, [{name: gradient.double() for name, gradient in given.items()}])
     return ledger.differences([trainer.owed()])
 
 
 def lose(kind: str, times: int, folder: Path) -> list[Tally]:
-    """Lose a worker of three and then one of two, again and again. Each survivor's tallies together."""
+    """Lose a worker of three and then one of two, again and again. What the survivor of each round saw."""
     dice = random.Random(kind)
-    return [tally for round_ in range(-(-times // 2)) for tally in _round(kind, dice, round_, folder)]
+    return [_round(kind, dice, number, folder) for number in range(-(-times // 2))]
 
 
-def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Iterator[Tally]:
+def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Tally:
     victims = tuple(dice.sample(range(3), 2))
+    (survivor,) = {0, 1, 2} - {*victims}
     case = {kind: Loss(kind, victims, dice.randrange(1 << 30))}
     try:
-        results: Sequence[Any] = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind]
+        found = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind][survivor]
     except TimeoutError as error:
-        yield Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
-        return
+        return Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
     except RuntimeError as error:
-        yield Tally(1, lost=1, details=[f"lost: round {number}: {error}"])
-        return
-    for worker, result in enumerate(results):
-        if worker in victims:
-            continue
-        if not isinstance(result, Tally):
-            result = Tally(1, lost=1, details=[f"round {number}, worker {worker}: {result}"])
-        yield result
+        found = error
+    return found if isinstance(found, Tally) else Tally(1, lost=1, details=[f"lost: round {number}: {found}"])

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import factors
+from tests.support.checks import same_bits
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
 
 
@@ -51,22 +51,17 @@ def resumed_uncompressed(trainer: Trainer, folder: Path) -> None:
 @contextlib.contextmanager
 def unchanged(trainer: Trainer) -> Iterator[None]:
     """What is refused here must leave the running state as it is."""
-    before = bytes_of(trainer.state.error()), trainer.state.iter
+    errors, number = trainer.state.error(), trainer.state.iter
     yield
-    if (bytes_of(trainer.state.error()), trainer.state.iter) != before:
+    if not same_bits(trainer.state.error(), errors) or trainer.state.iter != number:
         trainer.lost.append("what was refused has changed the running state")
-
-
-def bytes_of(named: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Tensors' bits, comparable."""
-    return {name: tensor.contiguous().view(-1).view(torch.uint8).tolist() for name, tensor in named.items()}
 
 
 def _refused(trainer: Trainer, path: Path, original: dict[str, Any]) -> None:
     """A file is refused, or else gives what was saved."""
     with unchanged(trainer), contextlib.suppress(ValueError):
         (tensors, rest), (saved, others) = map(checkpoint.flatten, (checkpoint.load(path), original))
-        if rest != others or bytes_of(tensors) != bytes_of(saved):
+        if rest != others or not same_bits(tensors, saved):
             trainer.lost.append(f"a damaged file was loaded: {path.name}")
     trainer.step()
 

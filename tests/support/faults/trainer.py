@@ -239,12 +239,8 @@ class Trainer:
 
     def enter_void(self, given: Gradients, scale: float = 1.0) -> None:
         """Enter a step that was begun and will never be applied."""
-        began = {name for bucket in self.buckets for name in bucket}
         everyone = self._gathered({name: (scale * g).double() / scale for name, g in given.items()})
-        for name in SHAPES:
-            fate = Fate.CARRIED if name in began and self.ledger.ranks[name] else Fate.DROPPED
-            nothing = torch.zeros(SHAPES[name], dtype=torch.float64)
-            self.ledger.enter(name, fate, [gradients[name] for gradients in everyone], nothing)
+        self.ledger.enter_void(self.buckets, everyone)
 
     def audit(self) -> None:
         """Compare what all workers owe with the ledger, and look whether anything in the state is not finite."""
