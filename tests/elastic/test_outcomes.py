@@ -44,9 +44,8 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
         return compressor.error()
 
     healed, voted = after(True), after(False)
-    assert healed.keys() == voted.keys() != set()
-    for name, error in voted.items():
-        torch.testing.assert_close(healed[name], error, rtol=0, atol=0)
+    assert voted
+    torch.testing.assert_close(healed, voted, rtol=0, atol=0)
 
 
 def trained(compressor: Compressor, manager: Manager, votes: Sequence[bool]) -> torch.Tensor:
@@ -90,23 +89,6 @@ def test_a_saved_exchange_that_was_not_applied_is_sent_again():
         manager._quorum_id += step == 1
     left = net.weight.detach() - sync.error()["weight"]
     torch.testing.assert_close(left, start + changes, rtol=0, atol=1e-5)
-
-
-def test_a_worker_that_heals_from_one_without_bases_keeps_its_error():
-    """As in the first step of a job, if only this worker has begun it."""
-    manager, source = Manager(_quorum_id=1), Manager()
-    compressor, _ = (Compressor(CONFIG, SHAPES, manager=worker) for worker in (manager, source))
-    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    compressor.compress(gradients)
-    manager.should_commit(applied=False)
-    manager.states["powersgd"][0](source.states["powersgd"][1]())
-    manager._quorum_id = 2
-    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    averages: Any = compressor.decompress(compressor.compress(zeros))
-    manager.should_commit()
-    assert averages["weight"].any()
-    left = averages["weight"] + compressor.error()["weight"]
-    torch.testing.assert_close(left, gradients["weight"])
 
 
 @pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
