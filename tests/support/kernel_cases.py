@@ -36,16 +36,17 @@ BYPASS = [1, 0, 1500, 3]
 MARGIN = 16
 """Guards before and behind everything; of any dtype they keep the alignment to 16 bytes."""
 
+UNWRITTEN = 0xFF
+"""Of bytes: as a bf16 scale, NaN."""
+
 GUARDS = {
     torch.float64: (torch.int64, 0x7FF8_0000_0012_3456),
     torch.float32: (torch.int32, 0x7FC1_2345),
     torch.bfloat16: (torch.int16, 0x7FD5),
     torch.float16: (torch.int16, 0x7E55),
+    torch.uint8: (torch.uint8, UNWRITTEN),
 }
 """NaNs that no arithmetic makes: reading one spoils a result, and writing one is seen."""
-
-UNWRITTEN = 0xFF
-"""Of bytes: as a bf16 scale, NaN."""
 
 
 def over_dtypes(argument: str, dtypes: Sequence[torch.dtype | None]) -> pytest.MarkDecorator:
@@ -72,7 +73,7 @@ class Memory:
 
     def poison(self) -> None:
         for view in self.views:
-            view.fill_(NAN)
+            view.fill_(NAN if view.is_floating_point() else UNWRITTEN)
 
     def fill(self, values: Sequence[Tensor]) -> Memory:
         for view, value in zip(self.views, values, strict=True):
@@ -91,15 +92,12 @@ class Memory:
         return bool((self._bits[self._is_guard] == self._pattern).all())
 
 
-class Bytes:
-    """Guarded bytes [*shape]; all as ``UNWRITTEN`` at first."""
+class Bytes(Memory):
+    """Bytes ``view`` [*shape]; all as ``UNWRITTEN`` at first."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self._all = torch.full((math.prod(shape) + 2 * MARGIN,), UNWRITTEN, dtype=torch.uint8, device=device)
-        self.view = self._all[MARGIN:-MARGIN].view(shape)
-
-    def guarded(self) -> bool:
-        return bool((self._all[:MARGIN] == UNWRITTEN).all() and (self._all[-MARGIN:] == UNWRITTEN).all())
+        super().__init__([math.prod(shape)], torch.uint8, device)
+        self.view = self.flat.view(shape)
 
 
 class Bucket:

@@ -35,14 +35,8 @@ def compensate(bucket: Bucket, *, left: bool, applied: float = 0.0, growth: floa
         compensate_project_triton(*operands, bucket.basis.flat, launches.compensate_project, out=parts.flat)
     own = bucket.columns() if left else None
     bucket.finite.fill_(0 if len(entries) else 1)
-    pack_triton(
-        entries,
-        parts.flat,
-        bucket.pointers_G(),
-        bucket.finite,
-        own=None if own is None else own.flat,
-        message=message.flat,
-    )
+    own_factors = None if own is None else own.flat
+    pack_triton(entries, parts.flat, bucket.pointers_G(), bucket.finite, own=own_factors, message=message.flat)
     assert parts.guarded()
     if own is not None:
         assert own.guarded()
@@ -151,8 +145,7 @@ def exchange(wire: Wire, messages: Sequence[Tensor], numel: int, device: torch.d
         wire.reduce(received, mine.views[0] if own else None, worker, out=sums.view[worker])
     out = Memory([len(messages[0])], dtype, device)
     wire.decode(sums.view, out=out.views[0])
-    assert all(x.guarded() for x in (*memory, *owns, out))
-    assert all(x.guarded() for x in (*sent, sums))
+    assert all(x.guarded() for x in (*memory, *owns, out, *sent, sums))
     stacked = torch.stack([content.view for content in sent])
     return Exchanged(*(x.cpu() for x in (stacked, torch.stack([x.views[0] for x in owns]), sums.view, out.views[0])))
 
