@@ -20,7 +20,7 @@ from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.sparse import apply_sparse_reference, encode_sparse_reference
 from powersgd_triton.schemes.quantized_mean import Exchange, summed
 from tests.support.checks import CPU, on_threads
-from tests.support.differences import heavy_tailed, scaled, scales_of, seeds, widths
+from tests.support.differences import decoded, heavy_tailed, scaled, scales_of, seeds, sent, widths
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, UNWRITTEN, over_dtypes
 
 # Around a block, and around the five blocks that share ternary codes' bytes.
@@ -129,11 +129,9 @@ def test_message_is_scales_then_codes(width: WireFormat, numel: int):
 def test_ternary_codes_of_each_block():
     """Against fp64: elements near the border between 0 and ±1 may have either code."""
     for numel in SIZES:
-        target, content = heavy_tailed(numel), torch.zeros(TERNARY.difference_bytes(numel)[1], dtype=torch.uint8)
-        decoded = torch.zeros(1, numel)
-        encode_reference(Encoding(target, None, TERNARY, content))
-        apply_reference(Decoding(content[None], TERNARY, decoded))
-        parts = (target.double(), decoded[0], scales_of(content, numel))
+        target = heavy_tailed(numel)
+        content = sent(target, TERNARY)
+        parts = (target.double(), decoded(content, TERNARY, numel), scales_of(content, numel))
         for block, got, scale in zip(*(part.split(BLOCK) for part in parts), strict=True):
             border = 0.7 * block.abs().mean()
             assert bool((got[block.abs() <= border * (1 - 2.0**-20)] == 0).all())
@@ -161,35 +159,26 @@ def test_bases_weights_and_what_is_subtracted(width: WireFormat, seed: int | Non
     numel, weight = 700, 0.25
     target, base = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype)
     left, expected, got = target.clone(), target.clone(), base.clone()
-    contents = torch.zeros(3, width.difference_bytes(numel)[1], dtype=torch.uint8)
-    encode_reference(Encoding(target, None, width, contents[0], seed=seed))
-    encode_reference(Encoding(target, torch.zeros(numel), width, contents[1], seed=seed))
-    encode_reference(Encoding(left, None, width, contents[2], subtract=True, seed=seed))
-    assert torch.equal(contents[0], contents[1])
-    assert torch.equal(contents[0], contents[2])
-    content, decoded = contents[:1], torch.zeros(1, numel)
-    apply_reference(Decoding(content, width, decoded))
-    apply_reference(Decoding(content, width, expected[None], -1.0))
+    content = sent(target, width, seed)
+    assert torch.equal(content, sent(target, width, seed, base=torch.zeros(numel)))
+    assert torch.equal(content, sent(left, width, seed, subtract=True))
+    value = decoded(content, width, numel)
+    apply_reference(Decoding(content[None], width, expected[None], -1.0))
     assert torch.equal(left, expected)
-    whole = left.double() + decoded[0].double()
+    whole = left.double() + value.double()
     assert bool(((whole - target.double()).abs() <= rounding(left, target)).all())
     # The sum is rounded to fp32, then to the base's dtype. Products with this weight are exact.
-    apply_reference(Decoding(content, width, got[None], weight))
-    assert torch.equal(got, (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
+    apply_reference(Decoding(content[None], width, got[None], weight))
+    assert torch.equal(got, (base.float() + value * torch.tensor(weight)).to(dtype))
 
 
 def test_bits_of_c_depend_on_no_threads_and_without_it_the_reference_computes(monkeypatch: pytest.MonkeyPatch):
     width, target = DIFFERENCES["int8"], heavy_tailed(PERIOD)
-    contents = torch.zeros(3, width.difference_bytes(PERIOD)[1], dtype=torch.uint8)
-    for _, content in zip(on_threads(1, 3), contents[:2], strict=True):
-        encode_host(Encoding(target, None, width, content, seed=1))
+    contents = [sent(target, width, 1, encode=encode_host) for _ in on_threads(1, 3)]
     monkeypatch.setattr(host, "library", lambda: None)
-    encode_host(Encoding(target, None, width, contents[2], seed=1))
-    assert torch.equal(contents, contents[:1].expand(3, -1))
-    out, expected = torch.zeros(2, 1, PERIOD)
-    apply_host(Decoding(contents[:1], width, out))
-    apply_reference(Decoding(contents[:1], width, expected))
-    assert torch.equal(out, expected)
+    content = sent(target, width, 1, encode=encode_host)
+    assert all(torch.equal(content, other) for other in contents)
+    assert torch.equal(*(decoded(content, width, PERIOD, apply) for apply in (apply_host, apply_reference)))
 
 
 def test_the_configuration_knows_all_formats_and_the_backend_decides_who_codes():
@@ -209,12 +198,12 @@ BOTH = (encode_sparse_reference, apply_sparse_reference), (encode_host, apply_ho
 def expected(x: Tensor, kept: int) -> Tensor:
     """What one chunk's message stands for, in plain Python."""
     order = sorted((i for i in range(len(x)) if x[i] != 0), key=lambda i: (-abs(float(x[i])), i))
-    sent = order[: -(-kept * len(x) // CHUNK)]
-    scale = torch.tensor(sum(abs(float(x[i])) for i in sent) / max(1, len(sent))).bfloat16().float()
-    decoded = torch.zeros(len(x))
-    for i in sent:
-        decoded[i] = scale.copysign(x[i])
-    return decoded
+    kept_at = order[: -(-kept * len(x) // CHUNK)]
+    scale = torch.tensor(sum(abs(float(x[i])) for i in kept_at) / max(1, len(kept_at))).bfloat16().float()
+    value = torch.zeros(len(x))
+    for i in kept_at:
+        value[i] = scale.copysign(x[i])
+    return value
 
 
 @pytest.mark.parametrize("compression", [16, 50, 1000])
@@ -228,11 +217,11 @@ def test_the_largest_are_sent(compression: float, numel: int):
         x[7:9] = 0
         content, left = torch.full((width.difference_bytes(numel)[1] + 1,), UNWRITTEN, dtype=torch.uint8), x.clone()
         encode_sparse_reference(Encoding(left, None, width, content[:-1], subtract=True))
-        decoded = torch.cat([expected(chunk, width.kept) for chunk in x.split(CHUNK)])
-        assert torch.equal(left, x - decoded)
+        value = torch.cat([expected(chunk, width.kept) for chunk in x.split(CHUNK)])
+        assert torch.equal(left, x - value)
         out = torch.full((1, numel), 2.0)
         apply_sparse_reference(Decoding(content[None, :-1], width, out))
-        assert torch.equal(out[0], 2 + decoded)
+        assert torch.equal(out[0], 2 + value)
         chunks, offset = -(-numel // CHUNK), width.difference_bytes(numel)[0]
         unwritten = content[offset + chunks * width.chunk_bytes :]
         assert bool((unwritten == UNWRITTEN).all())
@@ -243,12 +232,9 @@ def test_what_is_not_finite_spoils_its_chunk():
     width = SparseFormat.of(50)
     for encode, apply in BOTH:
         for value in (NAN, INF, -INF):
-            x, out = torch.randn(3 * CHUNK), torch.zeros(1, 3 * CHUNK)
+            x = torch.randn(3 * CHUNK)
             x[CHUNK + 3] = value
-            content = torch.zeros(width.difference_bytes(len(x))[1], dtype=torch.uint8)
-            encode(Encoding(x, None, width, content))
-            apply(Decoding(content[None], width, out))
-            spoiled = out[0].isnan().view(3, CHUNK)
+            spoiled = decoded(sent(x, width, encode=encode), width, len(x), apply).isnan().view(3, CHUNK)
             assert spoiled.all(1).tolist() == spoiled.any(1).tolist() == [False, True, False]
 
 

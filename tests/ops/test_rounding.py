@@ -90,8 +90,8 @@ def test_what_stands_for_the_largest_numbers_is_finite(width: WireFormat, seed: 
     """Also where a scale would be rounded up so far that its product with the largest code is not."""
     for value in (3.39e38, 3.4e38, torch.finfo(torch.float32).max):
         target = torch.tensor([value, -value, 1.0, 0.0]).repeat(32)
-        content, left = sent(target, width, seed), target.clone()
-        encode_reference(Encoding(left, None, width, content, subtract=True, seed=seed))
+        left = target.clone()
+        content = sent(left, width, seed, subtract=True)
         assert bool(decoded(content, width, BLOCK).isfinite().all())
         assert bool(left.isfinite().all())
 

@@ -1,11 +1,14 @@
 """Messages of differences: their scales, what they stand for, and tensors to be sent in them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.codec import Decoding, Encoding
-from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES, WireFormat
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 
 SCALED = {name: width for name, width in QUANTIZED.items() if width.scaled}
@@ -28,14 +31,17 @@ def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
     return x * x.abs() ** 3
 
 
-def decoded(content: Tensor, width: WireFormat, numel: int) -> Tensor:
+def decoded(content: Tensor, width: Any, numel: int, apply: Callable[..., None] = apply_reference) -> Tensor:
     """What a message stands for, in fp32."""
     out = torch.zeros(1, numel)
-    apply_reference(Decoding(content[None], width, out))
+    apply(Decoding(content[None], width, out))
     return out[0]
 
 
-def sent(target: Tensor, width: WireFormat, seed: int | None) -> Tensor:
+def sent(
+    target: Tensor, width: Any, seed: int | None = None, encode: Callable[..., None] = encode_reference, **fields: Any
+) -> Tensor:
+    """The message of a tensor. Further fields are those of ``Encoding``."""
     content = torch.zeros(width.difference_bytes(len(target))[1], dtype=torch.uint8)
-    encode_reference(Encoding(target, None, width, content, seed=seed))
+    encode(Encoding(target, width=width, out=content, seed=seed, **{"base": None, **fields}))
     return content
