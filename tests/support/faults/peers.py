@@ -22,6 +22,7 @@ from tests.support.faults.local import LOST, Local
 from tests.support.faults.local_events import after
 from tests.support.faults.saved import refused_step
 from tests.support.faults.trainer import SHAPES, Gradients, Setting, Trainer
+from tests.support.training import complaint
 
 PATIENCE = 240.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
@@ -67,12 +68,9 @@ def other_tensors(trainer: Trainer, folder: Path) -> None:
             del shapes[name]
         else:
             shapes["more"] = (4, 4)
-    try:
-        Compressor(config, shapes).compress({name: torch.ones(shape) for name, shape in shapes.items()})
-    except DisagreementError:
-        pass
-    else:
-        trainer.lost.append("workers with other tensors have trained on")
+    said = complaint(Compressor(config, shapes).compress, {n: torch.ones(shape) for n, shape in shapes.items()})
+    if not said.startswith("DisagreementError"):
+        trainer.lost.append(f"workers with other tensors say: {said}")
     trainer.step()
 
 
@@ -135,18 +133,10 @@ class Loss:
         at = trainer.dice.choice(list(SHAPES))
         before = trainer.owed()
         given = trainer.gradients()
-        trainer.optimizer.zero_grad()
-        trainer.buckets = []
         start = time.monotonic()
         if trainer.worker == victim:
             trainer.model.at = (at, self._end(done))
-        try:
-            assert trainer.replica is not None
-            trainer.replica(given).backward()
-        except RuntimeError:
-            pass
-        else:
-            trainer.lost.append("a step without one of the workers looks complete")
+        trainer.interrupted(given, RuntimeError)
         seconds = time.monotonic() - start
         if trainer.worker != victim:
             trainer.lost += _owed_differently(trainer, before, given)

@@ -17,6 +17,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import factors
 from tests.support.checks import same_bits
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
+from tests.support.training import complaint
 
 
 def resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
@@ -128,20 +129,16 @@ def _victim(trainer: Trainer) -> bool:
 
 def _check_said(trainer: Trainer, said: str, own: str, others: str, victim: bool) -> None:
     """The victim has its own error, and the others one that names it."""
-    if not re.match(own if victim else others, said):
+    if not re.match(own if victim else others, said, re.DOTALL):
         trainer.lost.append(f"the reason is not given: {said}")
 
 
-@contextlib.contextmanager
-def _refused_by_all(trainer: Trainer, own: str, others: str, victim: bool) -> Iterator[None]:
-    """What is done here must raise such an error, and leave the running state as it is."""
+def _refused_by_all(trainer: Trainer, state: Any, own: str, others: str, victim: bool) -> None:
+    """Loading it must raise such errors, and leave the running state as it is."""
     with unchanged(trainer):
-        try:
-            yield
-        except (ValueError, DisagreementError) as error:
-            _check_said(trainer, f"{type(error).__name__}: {error}", own, others, victim)
-        else:
-            trainer.lost.append("what one worker refused was done")
+        said = complaint(trainer.state.load_state_dict, state)
+    _check_said(trainer, said, own, others, victim)
+    trainer.step()
 
 
 def file_refused(trainer: Trainer, folder: Path) -> None:
@@ -154,18 +151,16 @@ def file_refused(trainer: Trainer, folder: Path) -> None:
     if victim:
         content = path.read_bytes()
         path.write_bytes(content[: int(cut * len(content))])
-    with _refused_by_all(trainer, "ValueError: ", r"ValueError: load_state_dict failed on worker \d: Value", victim):
-        trainer.state.load_state_dict(path)
-    trainer.step()
+    others = r"ValueError: load_state_dict failed on worker \d: Value"
+    _refused_by_all(trainer, path, "ValueError: ", others, victim)
 
 
 def different_states(trainer: Trainer, folder: Path) -> None:
     saved, victim = trainer.state.state_dict(), _victim(trainer)
     trainer.step()
     later = trainer.state.state_dict()
-    with _refused_by_all(trainer, differs := r"DisagreementError: .*worker \d differs from worker \d", differs, victim):
-        trainer.state.load_state_dict(later if victim else saved)
-    trainer.step()
+    differs = r"DisagreementError: .*worker \d differs from worker \d"
+    _refused_by_all(trainer, later if victim else saved, differs, differs, victim)
 
 
 def loads_alone(trainer: Trainer, folder: Path) -> None:
@@ -184,13 +179,8 @@ def loads_alone(trainer: Trainer, folder: Path) -> None:
         "save": lambda: compressor.state_dict() if before else compressor.compress(given),
     }
     act = "load" if victim else what
-    try:
-        acts[act]()
-    except RuntimeError as error:
-        if not any(reason in str(error) for reason in ("load_state_dict", "alone")):
-            trainer.lost.append(f"no reason is given: {error}")
-    else:
-        trainer.lost.append(f"{act} looks complete without the others")
+    told = r"(DisagreementError|RuntimeError): .*(load_state_dict|alone)"
+    _check_said(trainer, complaint(acts[act]), told, told, victim)
     for name, found in compressor.error().items():
         # A step that was interrupted after the workers had compared is owed.
         expected = owed[name] + given[name] if act == "step" and before else owed[name]
@@ -204,15 +194,8 @@ def loads_alone(trainer: Trainer, folder: Path) -> None:
 
 def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> str:
     """A backward pass with another state, which is refused, and how; then the step with the trainer's own."""
-    own, trainer.state, said = trainer.state, state, "nothing"
-    try:
-        assert trainer.replica is not None
-        trainer.optimizer.zero_grad()
-        trainer.replica(trainer.gradients()).backward()
-    except expected as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        trainer.lost.append("workers have trained with a state that was to be refused")
+    own, trainer.state = trainer.state, state
+    said = trainer.interrupted(trainer.gradients(), *expected)
     trainer.state = own
     trainer.wrap(trainer.setting.cap)
     trainer.step()
@@ -257,20 +240,14 @@ def _without_memory(trainer: Trainer, name: str, call: int) -> None:
         return original(*args)
 
     trainer.wrap(trainer.dice.choice([cap for cap in CAPS if cap != trainer.setting.cap]))
-    given, scale = trainer.gradients(), trainer.scaler.get_scale()
-    assert trainer.replica is not None
-    trainer.optimizer.zero_grad()
-    trainer.buckets = []
+    given = trainer.gradients()
     with mock.patch.object(factors, name, failing):
-        try:
-            trainer.scaler.scale(trainer.replica(given)).backward()
-        except (torch.OutOfMemoryError, DisagreementError) as error:
-            others = r"the allocation for a bucket failed on worker \d: OutOfMemoryError: no memory is left"
-            _check_said(trainer, str(error), "no memory is left", others, victim)
-        else:
-            trainer.lost.append("a step without memory looks complete")
+        said = trainer.interrupted(given, torch.OutOfMemoryError, DisagreementError)
+    own = "OutOfMemoryError: no memory is left"
+    _check_said(
+        trainer, said, own, rf"DisagreementError: the allocation for a bucket failed on worker \d: {own}", victim
+    )
     # Its gradient was not added to an error yet.
     trainer.buckets.pop()
-    trainer.wrap(trainer.setting.cap)
-    trainer.enter_void(given, scale)
+    trainer.enter_void(given)
     trainer.step()

@@ -218,27 +218,28 @@ class Trainer:
             self.ledger.enter(name, fate, [gradients[name] for gradients in given], averages[name].double() / scale)
 
     def fail(self, name: str) -> None:
-        """A backward pass that ends with an exception at a parameter, on all workers. What was compressed is carried.
-
-        DDP does not go on after that: its wrapper is replaced.
-        """
+        """A backward pass that fails at a parameter, on all workers. What was compressed is carried."""
         given = self.gradients()
-        scale = self.scaler.get_scale()
+        with mock.patch.object(self.model, "at", (name, _fail)):
+            self.interrupted(given, InjectedError)
+        self.enter_void(given)
+
+    def interrupted(self, given: Gradients, *expected: type[Exception]) -> str:
+        """A backward pass that must end with such an exception. Return its name and what it says."""
         assert self.replica is not None
         self.optimizer.zero_grad()
         self.buckets = []
-        with mock.patch.object(self.model, "at", (name, _fail)):
-            try:
-                self.scaler.scale(self.replica(given)).backward()
-            except InjectedError:
-                pass
-            else:
-                raise AssertionError("the backward pass was to fail")
-        self.wrap(self.setting.cap)
-        self.enter_void(given, scale)
+        try:
+            self.scaler.scale(self.replica(given)).backward()
+        except expected as error:
+            return f"{type(error).__name__}: {error}"
+        self.lost.append("a backward pass that was to fail looks complete")
+        return "nothing"
 
-    def enter_void(self, given: Gradients, scale: float = 1.0) -> None:
-        """Enter a step that was begun and will never be applied."""
+    def enter_void(self, given: Gradients) -> None:
+        """Enter a step that was begun and will never be applied. DDP does not go on: its wrapper is replaced."""
+        self.wrap(self.setting.cap)
+        scale = self.scaler.get_scale()
         everyone = self._gathered({name: (scale * g).double() / scale for name, g in given.items()})
         self.ledger.enter_void(self.buckets, everyone)
 
