@@ -12,6 +12,7 @@ from torch import nn
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.integrations.local_steps import LocalSteps
+from tests.support.checks import gradients, step
 from tests.support.distributed import on_workers
 from tests.support.elastic.alone import CONFIG, SHAPES, Manager
 
@@ -20,15 +21,15 @@ from tests.support.elastic.alone import CONFIG, SHAPES, Manager
 @pytest.mark.parametrize("applied", [True, False])
 def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], applied: bool):
     """The same worker once votes for a step, and once hears that the others have applied it or not."""
-    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    given = gradients(0, SHAPES)
 
     def after(heals: bool) -> dict[str, torch.Tensor]:
         manager = Manager(_quorum_id=1)
         compressor = Compressor(PowerSGDConfig(min_compression_rate=1, **config), SHAPES, manager=manager)
         for _ in range(2):
-            compressor.compress(gradients)
+            compressor.compress(given)
             manager.should_commit()
-        compressor.compress(gradients)
+        compressor.compress(given)
         load, save = manager.states["powersgd"]
         if heals:
             # Of a worker that has applied this attempt, or another one at the same step.
@@ -48,26 +49,19 @@ def test_a_step_is_settled_when_its_outcome_is_known(config: dict[str, Any], app
     torch.testing.assert_close(healed, voted, rtol=0, atol=0)
 
 
-def trained(compressor: Compressor, manager: Manager, votes: Sequence[bool]) -> torch.Tensor:
-    """What is left to be sent of the weight's gradients after so many steps, each followed by another model's step."""
-    owed = torch.zeros(48, 32)
-    for applied in votes:
-        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-        averages = {name: torch.empty_like(gradient) for name, gradient in gradients.items()}
-        compressor.decompress(compressor.compress(gradients), out=averages)
-        owed += gradients["weight"] - averages["weight"] * applied
-        manager.should_commit(applied=applied)
-        manager.should_commit()
-    return owed
-
-
 @pytest.mark.parametrize("votes", [[True] * 4, [False] * 4, [True, False]])
 @pytest.mark.parametrize("error_dtype", ["fp32", "bf16"])
 def test_models_are_trained_by_turns_and_saved(votes: Sequence[bool], error_dtype: str):
     """A vote about a step of another model does not decide about the last step of this one, and saving changes none."""
     manager = Manager(_quorum_id=1)
     compressor = Compressor(PowerSGDConfig(rank=2, error_dtype=error_dtype), SHAPES, manager=manager)
-    owed = trained(compressor, manager, votes)
+    owed = torch.zeros(48, 32)
+    for number, applied in enumerate(votes):
+        given = gradients(number, SHAPES)
+        owed += given["weight"] - step(compressor, given)["weight"] * applied
+        manager.should_commit(applied=applied)
+        # Of the other model.
+        manager.should_commit()
     limit = 1e-5 if error_dtype == "fp32" else 0.1
     assert (compressor.state_dict()["matrices"]["weight"]["error"] - owed).abs().max() < limit
     assert compressor._managed.begin()
@@ -79,14 +73,14 @@ def test_a_saved_exchange_that_was_not_applied_is_sent_again():
     manager = Manager(_quorum_id=1, start_quorum=lambda: None, votes=[True, False, True])
     sync = LocalSteps(net, PowerSGDConfig(rank=2, min_compression_rate=1), every=1, manager=manager)
     start, changes = net.weight.detach().clone(), torch.zeros(24, 16)
-    for step in range(3):
+    for number in range(3):
         change = torch.randn(24, 16)
         with torch.no_grad():
             net.weight += change
         changes += change
         sync.step()
         sync.state_dict()
-        manager._quorum_id += step == 1
+        manager._quorum_id += number == 1
     left = net.weight.detach() - sync.error()["weight"]
     torch.testing.assert_close(left, start + changes, rtol=0, atol=1e-5)
 
@@ -102,11 +96,11 @@ def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: 
     if worker == 0:
         compressor._residuals.whole.hold({"weight": torch.ones(48, 32)})
     total = torch.zeros(48, 32)
-    for step in range(3):
-        given = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-        averages: Any = compressor.decompress(compressor.compress(given))
+    for number in range(3):
+        given = gradients(10 * number + worker, SHAPES)
+        averages = step(compressor, given)
         compressor._managed._manager.should_commit()
-        compressor._managed._manager._quorum_id += step == 1
+        compressor._managed._manager._quorum_id += number == 1
         total += given["weight"] - averages["weight"]
     assert compressor._managed.begin()
     left = total - compressor.error()["weight"]
@@ -114,29 +108,29 @@ def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: 
     torch.testing.assert_close(left, -torch.ones(48, 32), rtol=0, atol=1e-5)
 
 
+def lose(communicator: Any) -> None:
+    communicator.lost = True
+    raise RuntimeError("a worker was lost")
+
+
 def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypatch: pytest.MonkeyPatch):
     """It has not heard of the end of a step, which another worker applies. That one is not in the next quorum."""
     manager: Any = Manager(_quorum_id=1)
     manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
     compressor = Compressor(CONFIG, SHAPES, manager=manager)
-    gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    averages: Any = compressor.decompress(compressor.compress(gradients))
+    given = gradients(0, SHAPES)
+    averages = step(compressor, given)
     load, save = manager.states["powersgd"]
     state = save.__self__._shared()
     manager.should_commit(applied=False)
     manager._quorum_id = 2
-
-    def fails(communicator: Any, _: torch.Tensor) -> None:
-        communicator.lost = True
-        raise RuntimeError("a worker was lost")
-
     with monkeypatch.context() as patched:
-        patched.setattr(ManagedCommunicator, "gather", fails)
-        compressor.compress(gradients)
+        patched.setattr(ManagedCommunicator, "gather", lambda communicator, _: lose(communicator))
+        compressor.compress(given)
     manager.should_commit(applied=False)
     manager._quorum_id, manager._step, manager.errored = 3, 1, lambda: None
     load({**state, "history": [[0, 1]]})
-    torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], gradients["weight"])
+    torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], given["weight"])
 
 
 def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
@@ -145,13 +139,8 @@ def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: 
     # As of a tensor that was compressed before ranks were planned again.
     unsent = torch.randn(1, 32)
     compressor._residuals.whole.hold({"bias": unsent})
-
-    def fails() -> None:
-        compressor._managed._communicator.lost = True
-        raise RuntimeError("a worker was lost")
-
-    monkeypatch.setattr(compressor._engine.buckets, "end_step", fails)
-    compressor.decompress(compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()}))
+    monkeypatch.setattr(compressor._engine.buckets, "end_step", lambda: lose(compressor._managed._communicator))
+    step(compressor, gradients(0, SHAPES))
     manager.should_commit(applied=False)
     manager._quorum_id = 2
     assert compressor._managed.begin()
