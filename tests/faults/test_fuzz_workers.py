@@ -2,18 +2,19 @@
 
 import random
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checks import live_bytes
-from tests.support.distributed import HUNG, run
+from tests.support.distributed import HUNG, on_workers
 from tests.support.faults import episodes, local_events, saved
 from tests.support.faults.local import Local
 from tests.support.faults.local_events import takes_steps
 from tests.support.faults.trainer import BIASES, SHAPES, Gradients, Setting, Trainer
+from tests.support.thinned import slow
 
 
 def anything(trainer: Trainer, _folder: Path) -> None:
@@ -71,26 +72,20 @@ def let_happen(
         ) from error
 
 
-def runs(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
+@pytest.mark.parametrize("seeds", [range(4), *slow([range(100, 125)])], ids=["few", "many"])
+@on_workers(2, *slow([3]))
+def test_nothing_is_lost(worker: int, workers: int, seeds: range, tmp_path: Path) -> None:
     several = skipped = False
     for seed in seeds:
         dice = random.Random(seed)
         trainer = Trainer(worker, workers, dice)
         trainer.begin(Setting.vary(dice))
-        let_happen(trainer, seed, dice.choices(EVENTS, k=25), Path(folder), 0.3)
+        let_happen(trainer, seed, dice.choices(EVENTS, k=25), tmp_path, 0.3)
         several |= len(trainer.buckets) > 1
         skipped |= bool(trainer.skipped)
         trainer.unwrap()
     assert several
     assert skipped
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(4), pytest.param(range(100, 125), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_nothing_is_lost(workers: int, seeds: range, tmp_path: Path) -> None:
-    run(runs, workers, seeds, str(tmp_path))
 
 
 def reloaded(trainer: Trainer, _folder: Path) -> None:
@@ -115,13 +110,15 @@ PROCESS_SLACK = 4 << 20
 a step, 4 MB in this run; what is smaller shows in the tensors."""
 
 
-def stays_flat(worker: int, workers: int, folder: str) -> None:
+@pytest.mark.slow
+@on_workers(2, timeout=2 * HUNG)
+def test_memory_stays_flat_in_a_long_run_with_faults(worker: int, workers: int, tmp_path: Path) -> None:
     """Measure four times, the first time after a quarter of the run."""
     dice, memory, peaks = random.Random(0), list[int](), list[int]()
     trainer = Trainer(worker, workers, dice)
     trainer.begin(Setting.draw(dice, scaled=False))
     for number, event in enumerate(dice.choices(LASTING, k=2000), 1):
-        event(trainer, Path(folder))
+        event(trainer, tmp_path)
         if number % 500 == 0:
             trainer.audit()
             trainer.optimizer.zero_grad()
@@ -133,20 +130,11 @@ def stays_flat(worker: int, workers: int, folder: str) -> None:
     assert peaks[-1] - peaks[0] <= PROCESS_SLACK, peaks
 
 
-@pytest.mark.slow
-def test_memory_stays_flat_in_a_long_run_with_faults(tmp_path: Path) -> None:
-    run(stays_flat, 2, str(tmp_path), timeout=2 * HUNG)
-
-
-def runs_of_local_steps(worker: int, workers: int, seeds: Iterable[int], folder: str) -> None:
+@pytest.mark.parametrize("seeds", [range(2), *slow([range(100, 200)])])
+@on_workers(1, *slow([2]), 3, timeout=2 * HUNG)
+def test_nothing_is_lost_in_local_steps(worker: int, workers: int, seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
         dice = random.Random(seed)
         local = Local(worker, workers, dice)
         local.begin()
-        let_happen(local, seed, dice.choices(local_events.EVENTS, k=12), Path(folder), 0.5, takes_steps)
-
-
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 200), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_nothing_is_lost_in_local_steps(workers: int, seeds: range, tmp_path: Path) -> None:
-    run(runs_of_local_steps, workers, seeds, str(tmp_path), timeout=2 * HUNG)
+        let_happen(local, seed, dice.choices(local_events.EVENTS, k=12), tmp_path, 0.5, takes_steps)

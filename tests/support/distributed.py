@@ -132,10 +132,10 @@ def make_test(
     return test
 
 
-def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[[Worker], Worker]:
+def on_workers(*world_sizes: Any, **options: Any) -> Callable[[Worker], Worker]:
     """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
 
-    There is a test for each number of processes. ``casualties`` are workers that are meant to die.
+    There is a test for each number of processes. Options are those of ``run``.
     """
 
     def decorate(body: Worker) -> Worker:
@@ -145,7 +145,7 @@ def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             world_size = arguments.pop(size.name)
-            run(_run_test, world_size, body.__module__, body.__name__, arguments, casualties=casualties)
+            run(_run_test, world_size, body.__module__, body.__name__, arguments, **options)
 
         test.__signature__ = signature.replace(parameters=[size, *others])  # type: ignore[attr-defined]
         marked: Worker = pytest.mark.parametrize(size.name, world_sizes)(test)
