@@ -141,16 +141,6 @@ def unpadded(padded: Tensor, like: Tensor) -> Tensor:
     return padded if padded.shape == like.shape else padded[tuple(map(slice, like.shape))]
 
 
-def sameness(tensor: Tensor | None, before: Tensor | None, agreed: str, device: torch.device) -> Tensor:
-    """Return 1 if a tensor is as it was before, 0 if it has changed, −1 if its ``kind`` is not the one agreed on."""
-    # On the device, since the host would wait for each tensor.
-    if tensor is None or kind(tensor) != agreed:
-        return torch.full((), -1, device=device)
-    if before is None or kind(before) != agreed:
-        return torch.full((), 0, device=device)
-    return (tensor == before).all().long().to(device)
-
-
 def kind(tensor: Tensor) -> str:
     """Return what of a tensor must be equal on all workers."""
     return f"{tensor.dtype} {list(tensor.shape)}"

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.common import broadcast_from_first, check_closure
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, local, sameness, unpadded
+from powersgd_triton.integrations.local_steps.exact import ExactAverages
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, local, unpadded
 from powersgd_triton.ops.local_steps import subtract
 from powersgd_triton.ops.reference import known
 from powersgd_triton.ops.step import HostCopy
@@ -37,7 +38,8 @@ class OuterState:
     def __init__(
         self, local: LocalTensors, outer: Outer | None, engine: Engine, device: torch.device, inner: Any
     ) -> None:
-        self.local, self._engine, self.device, self._inner = local, engine, device, inner
+        self.local, self._engine, self.device = local, engine, device
+        self.exact = ExactAverages(local, engine, device, inner)
         self.shared = self._new(dict(local.tensors()))
         parameters = list(self.shared.values())
         if outer is not None and not callable(outer):
@@ -60,9 +62,6 @@ class OuterState:
         self._apart: tuple[Tensors, Tensors] | None = None
         # The parameters that were frozen at the start, and were equal on all workers then.
         self._frozen: set[str] = set()
-        # What is averaged exactly, as the workers agreed; the buffers, as they were after the last exchange.
-        self._agreed: dict[str, str] = {}
-        self._buffers: Tensors = {}
 
     def settings(self) -> Facts:
         """Return the kind and the settings of the outer optimizer, which must be equal on all workers."""
@@ -81,9 +80,9 @@ class OuterState:
             expected, got = (t if t is None else (tuple(t.shape), str(t.device)) for t in (theta, found.get(name)))
             if got != expected:
                 raise ValueError(f"{name!r} is exchanged as (shape, device) {expected}; got {got}: make new LocalSteps")
-        self._agreed = {name: kind(tensor) for name, tensor in sorted(self._exact().items())}
+        self.exact.look()
         parameters = itertools.chain(found.items(), self.local.frozen())
-        return {**{f"parameter {name!r}": kind(tensor) for name, tensor in parameters}, **self._agreed}
+        return {**{f"parameter {name!r}": kind(tensor) for name, tensor in parameters}, **self.exact.agreed}
 
     def take_in(self, new: Mapping[str, Tensor]) -> None:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
@@ -91,7 +90,7 @@ class OuterState:
         for name, parameter in new.items():
             if name in self._frozen:
                 # The workers have changed it since they were equal, and nothing must be lost.
-                self._average([local(parameter)], local(parameter).isfinite().all())
+                self.exact.mean([local(parameter)], local(parameter).isfinite().all())
             else:
                 broadcast_from_first([local(parameter)], self._engine.communicator)
         self.local.take_in(new)
@@ -125,7 +124,7 @@ class OuterState:
         broadcast_from_first((tensor for _, tensor in found), self._engine.communicator)
         self.write(self.theta())
         self._frozen = {name for name, _ in self.local.frozen()}
-        self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers()}
+        self.exact.hold(self.exact.agreed)
 
     def forget(self) -> None:
         """Begin anew from the first worker's parameters. Collective."""
@@ -268,53 +267,6 @@ class OuterState:
         finite, self._finite = self._finite, None
         if finite is not None and not finite.numbers():
             logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
-
-    def unchanged(self) -> Tensor:
-        """Return the least ``sameness`` on any worker of each tensor that is averaged exactly. Collective."""
-        if not self._agreed or self._engine.communicator.world_size == 1:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        found, before = self._exact(), self._buffers
-        flags = [sameness(found.get(n), before.get(n), agreed, self.device) for n, agreed in self._agreed.items()]
-        least = torch.stack(flags)
-        self._engine.communicator.minimum(least)
-        return least
-
-    def average_exactly(self, unchanged: Sequence[int], finite: Tensor) -> int:
-        """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
-
-        Workers that are not finite, or have a NaN there, do not count. The next exchange averages what is new now.
-        """
-        if not unchanged:
-            return 0
-        found, numbers = self._exact(), dict(zip(self._agreed, unchanged, strict=True))
-        sent = self._average([found[name] for name, flag in numbers.items() if flag == 0], finite)
-        self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers() if numbers.get(name, -1) >= 0}
-        return sent
-
-    def _average(self, tensors: Sequence[Tensor], finite: Tensor) -> int:
-        if not tensors:
-            return 0
-        # Integers and fp32 keep their values in fp64.
-        whole = torch.cat([tensor.double().reshape(-1).to(self.device) for tensor in tensors])
-        counts = finite.to(self.device) & ~whole.isnan().any()
-        whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
-        self._engine.communicator.mean(whole)
-        averages = (whole[:-1] / whole[-1]).split([tensor.numel() for tensor in tensors])
-        for tensor, average in zip(tensors, averages, strict=True):
-            average = average if tensor.is_floating_point() else average.round()
-            # If no worker counts, nothing changes.
-            tensor.copy_(torch.where(whole[-1] > 0, average.view(tensor.shape), tensor.to(self.device)))
-        return whole.nbytes
-
-    def _exact(self) -> Tensors:
-        """Return what is averaged exactly: {name: buffer}, and {"state … of parameter …": state} if asked."""
-        found = dict(self.local.buffers())
-        groups = [] if self._inner is None else self._inner.param_groups
-        for index, parameter in enumerate(itertools.chain.from_iterable(group["params"] for group in groups)):
-            for key, state in self._inner.state.get(parameter, {}).items():
-                if isinstance(state, Tensor) and state.dim():
-                    found[f"state {key!r} of parameter {index}"] = local(state)
-        return found
 
     def _new(self, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """Return {name: θ}, copies in at least fp32."""

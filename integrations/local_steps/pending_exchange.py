@@ -77,7 +77,7 @@ class PendingExchange:
                 # First the messages: workers that have taken more steps may have sent them already.
                 while self._engine.schedule:
                     self._engine.advance(self._outer.device)
-                same = self._outer.unchanged()
+                same = self._outer.exact.unchanged()
                 verdict = self._engine.end_step()
                 # In one copy, since the host waits for it.
                 counts = same.new_ones(1) if verdict is None else verdict.view(1)
@@ -93,7 +93,7 @@ class PendingExchange:
                 self.take_back()
             raise
         if finish and self.counts:
-            self._engine.sent += self._outer.average_exactly(unchanged, self.finite)
+            self._engine.sent += self._outer.exact.average(unchanged, self.finite)
         elif finish:
             self.take_back()
         return finish

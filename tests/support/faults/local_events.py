@@ -14,7 +14,7 @@ from powersgd_triton.comm.control import DisagreementError
 from powersgd_triton.core import schedule
 from powersgd_triton.core.buckets import Buckets
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.integrations.local_steps.outer_state import OuterState
+from powersgd_triton.integrations.local_steps.exact import ExactAverages
 from tests.support.checks import put
 from tests.support.faults.local import Local
 from tests.support.faults.trainer import InjectedError
@@ -85,7 +85,7 @@ def _fail() -> None:
     raise InjectedError
 
 
-POINTS = [(schedule, "wait", 12), (Buckets, "find", 4), (Engine, "end_step", 1), (OuterState, "average_exactly", 1)]
+POINTS = [(schedule, "wait", 12), (Buckets, "find", 4), (Engine, "end_step", 1), (ExactAverages, "average", 1)]
 """What fails in an exchange, and how many calls it has: messages, fragments, the end, and what comes after it."""
 
 
