@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class OuterState:
         """Give all workers the parameters and buffers of the first one. Collective."""
         found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
         broadcast_from_first((tensor for _, tensor in found), self._engine.communicator)
-        self.write(self.theta())
+        self.write(self.theta().items())
         self._frozen = {name for name, _ in self.local.frozen()}
         self.exact.hold(self.exact.agreed)
 
@@ -134,20 +134,17 @@ class OuterState:
             theta[name].copy_(tensor)
         self.begin_equal()
 
-    def write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite the local parameters that have ``values``. Rounding them to 16 bits counts as no change."""
-        for name, tensor in self.local.tensors():
-            if name in values:
-                self.write_one(name, tensor, values[name])
+    def write(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite the local parameters by (name, value). Rounding them to 16 bits counts as no change."""
+        found = dict(self.local.tensors())
+        for name, value in values:
+            if name in found:
+                tensor, theta = found[name], self.shared[name].detach()
+                tensor.copy_(value)
+                self._starts.pop(name, None)
+                if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
+                    self._starts[name] = theta - (value - tensor)
         self.local.refresh()
-
-    def write_one(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        """Do the same with a single one. Call ``local.refresh`` after the last one."""
-        theta = self.shared[name].detach()
-        tensor.copy_(value)
-        self._starts.pop(name, None)
-        if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
-            self._starts[name] = theta - (value - tensor)
 
     def pseudo_gradients(
         self, finite: Tensor | None = None, begun: Mapping[str, Tensor] = {}, copies: Mapping[str, Tensor] = {}
@@ -208,10 +205,10 @@ class OuterState:
     def _hold(self, theta: bool) -> None:
         if theta and self._apart is None:
             self._apart = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
-            self.write(self.theta())
+            self.write(self.theta().items())
         elif not theta and self._apart is not None:
             (own, starts), self._apart = self._apart, None
-            self.write(own)
+            self.write(own.items())
             self._starts = starts
 
     def has_begun(self) -> bool:
@@ -239,7 +236,7 @@ class OuterState:
                 values[name] = parts[name]["own"].to(theta)
             elif "changes" in parts[name]:
                 values[name] = theta - parts[name]["changes"].to(theta)
-        self.write(values)
+        self.write(values.items())
         if own:
             found = {name: saved["own_start"] for name, saved in parts.items() if "own_start" in saved}
             self._starts = {name: start.to(self.shared[name], copy=True) for name, start in found.items()}

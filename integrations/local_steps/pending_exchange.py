@@ -127,11 +127,9 @@ class PendingExchange:
             begun |= {} if begun else outer.begin(self.finite, copied=True)[2]
             raise
         outer.optimizer.zero_grad()
-        own = dict(outer.local.tensors())
-        parameters = {name: (own[name], theta[name], begun.get(name), errors.get(name)) for name in own}
-        for name, value in go_on(parameters, keep):
-            outer.write_one(name, own[name], value)
-        outer.local.refresh()
+        own = outer.local.tensors()
+        parameters = {name: (tensor, theta[name], begun.get(name), errors.get(name)) for name, tensor in own}
+        outer.write(go_on(parameters, keep))
 
     def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""

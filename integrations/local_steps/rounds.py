@@ -256,7 +256,7 @@ class Quorums(Managed):
         for name, theta in outer.theta().items():
             theta.copy_(state["shared"][name])
             values[name] = theta if fresh else theta - unpadded(changes[name], theta).to(theta.device)
-        outer.write(values)
+        outer.write(values.items())
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])
         outer.optimizer.load_state_dict(state["outer"])
