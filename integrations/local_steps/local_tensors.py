@@ -42,12 +42,15 @@ class LocalTensors:
     """
 
     model: nn.Module
-    shapes: dict[str, Shape]
+    shapes: dict[str, Shape] = dataclasses.field(default_factory=dict)
     masters: Callable[[], Iterable[Tensor]] | None = None
     before: Callable[[], None] = lambda: None
     refresh: Callable[[], None] = lambda: None
     shards: Sequence[dist.ProcessGroup] = ()
     node: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.take_in(self.unfrozen())
 
     def tensors(self) -> Named:
         """Yield (name, tensor) of all that the optimizer changes. Do not keep them: frameworks may replace them."""
@@ -117,7 +120,7 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
             "give DistributedDataParallel process_group=node, the workers of this node, and LocalSteps group=across, "
             "the workers with this index on all nodes",
         )
-        return _of_parameters(model.module, node=model.process_group)
+        return LocalTensors(model.module, node=model.process_group)
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise TypeError("local steps support fully_shard (FSDP2); got FullyShardedDataParallel: use fully_shard")
@@ -127,7 +130,7 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
         return _of_fsdp2(model, group)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise TypeError("parameters that are DTensors are supported with fully_shard only; got some without it")
-    return _of_parameters(model)
+    return LocalTensors(model)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -144,13 +147,6 @@ def unpadded(padded: Tensor, like: Tensor) -> Tensor:
 def kind(tensor: Tensor) -> str:
     """Return what of a tensor must be equal on all workers."""
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _of_parameters(model: nn.Module, **rest: Any) -> LocalTensors:
-    """Return the tensors of a model whose parameters are what the optimizer changes."""
-    found = LocalTensors(model, {}, **rest)
-    found.take_in(found.unfrozen())
-    return found
 
 
 def _largest_part(parameter: Tensor) -> Shape:
@@ -177,7 +173,7 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors
     for shard in shards:
         _check_apart(shard, group, "fully_shard", advice)
     # After a forward pass without gradients, the root's parameters are still whole.
-    return _of_parameters(model, before=lambda: reshard(model), shards=shards)
+    return LocalTensors(model, before=lambda: reshard(model), shards=shards)
 
 
 def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
