@@ -173,15 +173,14 @@ class OuterState:
         """Return {name: zeros} in the place of pseudo-gradients, of a worker whose parameters have other shapes now."""
         return {name: memory.zero_() for name, memory in self.local.memory(self.shared, self.device).items()}
 
-    def begin(self, finite: Tensor | None = None, *, copied: bool) -> tuple[Tensors, Tensor, Tensors]:
-        """Return what ``pseudo_gradients`` does, and copies of the local parameters if asked.
+    def begin(self, finite: Tensor | None = None) -> tuple[Tensors, Tensor, Tensors]:
+        """Return what ``pseudo_gradients`` does, and copies of the local parameters.
 
         If this worker is not finite, the copies are θ, and so are its parameters then.
         """
-        memory = self.local.memory(self.shared) if copied else {}
-        copies = {name: unpadded(padded, self.shared[name]) for name, padded in memory.items()}
+        copies = {name: unpadded(padded, self.shared[name]) for name, padded in self.local.memory(self.shared).items()}
         gradients, finite = self.pseudo_gradients(finite, copies=copies)
-        if not copied or known(finite):
+        if known(finite):
             return gradients, finite, copies
         for name, tensor in self.local.tensors():
             theta, here = self.rounded(name, tensor), finite.to(tensor.device)
@@ -219,7 +218,7 @@ class OuterState:
         """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""
         parts = {name: {"shared": theta.clone()} for name, theta in self.theta().items()}
         if begun:
-            gradients, _, copies = self.begin(copied=True)
+            gradients, _, copies = self.begin()
             for name, tensor in self.local.tensors():
                 changes = unpadded(self._engine.communicator.mean(gradients[name]), tensor).to(tensor.device)
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}

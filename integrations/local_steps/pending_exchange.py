@@ -50,8 +50,10 @@ class PendingExchange:
         self.begun: Tensors = {}
         if refused:
             self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool, device=outer.device)
+        elif delay:
+            self.gradients, self.finite, self.begun = outer.begin()
         else:
-            self.gradients, self.finite, self.begun = outer.begin(copied=delay > 0)
+            self.gradients, self.finite = outer.pseudo_gradients()
         self._delay = self._left = delay
         self._waiting = _fragments(self.gradients, delay)
         # Averages of quantized gradients, whose own memory has errors, and their names.
@@ -124,7 +126,7 @@ class PendingExchange:
         try:
             outer.optimizer.step()
         except BaseException:
-            begun |= {} if begun else outer.begin(self.finite, copied=True)[2]
+            begun |= {} if begun else outer.begin(self.finite)[2]
             raise
         outer.optimizer.zero_grad()
         own = outer.local.tensors()
