@@ -29,19 +29,19 @@ def length(every: Every, steps: int) -> int:
 class Rounds:
     """The steps of this worker, and its exchanges with others. Arguments are those of ``LocalSteps``.
 
-    Without ``quorums``, these are the same workers in each round, which can agree on something before an exchange.
+    Without a manager, these are the same workers in each round, which can agree on something before an exchange.
 
     Attributes:
+        quorums: The workers of each round if a manager finds them.
         every, steps, since: See ``LocalSteps``.
         keep: Share of the error that stays in this worker's own parameters. 0 for an error apart.
         pending: The exchange under way, if there is one.
     """
 
-    def __init__(
-        self, engine: Engine, outer: OuterState, quorums: Quorums | None, every: Every, delay: int, keep: float
-    ) -> None:
-        self._engine, self._outer, self._quorums, self._every = engine, outer, quorums, every
-        self._delay, self.keep, self._undo = delay, keep, Undo(engine)
+    def __init__(self, engine: Engine, outer: OuterState, manager: Any, every: Every, delay: int, keep: float) -> None:
+        self._engine, self._outer, self._every, self._delay, self.keep = engine, outer, every, delay, keep
+        self.quorums = None if manager is None else Quorums(manager, engine, outer, self)
+        self._undo = Undo(engine)
         self.resume(0, 0, self.length(0))
 
     def resume(self, steps: int, since: int, every: int) -> None:
@@ -72,7 +72,7 @@ class Rounds:
         keep, self.keep = self.keep, 0.0
         try:
             self.advance(finish=True)
-            if self._quorums is None:
+            if self.quorums is None:
                 self.catch_up("finish")
             if self.since > 0 or keep:
                 self.exchange()
@@ -88,7 +88,7 @@ class Rounds:
         def begin() -> PendingExchange:
             # With a delay, a worker hears of the others one step later: now, it would wait for the slowest one. Not
             # after an exchange that has failed, perhaps on this worker alone: the others may wait for its messages.
-            waits = self._quorums is not None or self._engine.communicator.others or not self._counted
+            waits = self.quorums is not None or self._engine.communicator.others or not self._counted
             later, self._counted = self._delay > 0 and not waits, False
             meeting = self._meeting(UNDER_WAY if later else "an exchange", begins=True)
             every = next(meeting) if later else exhaust(meeting)
@@ -97,11 +97,7 @@ class Rounds:
             self.since, self.every = 0, every or self.every
             return pending
 
-        if self._quorums is None:
-            self.pending = begin()
-        else:
-            self.steps = self._quorums.start(self.steps)
-            self.pending = self._quorums.run(begin)
+        self.pending = begin() if self.quorums is None else self.quorums.run(begin)
         self._tried = self.steps
         self.advance(finish=False)
 
@@ -111,24 +107,28 @@ class Rounds:
         if pending is None:
             return
         try:
-            if self._quorums is not None and not pending.counts:
-                ended = self._quorums.advance(pending, finish=finish)
+            if self.quorums is not None and not pending.counts:
+                ended = self.quorums.advance(pending, finish=finish)
             elif not pending.counts:
                 ended = pending.advance(finish=finish)
                 if ended and not pending.counts:
                     logger.warning("another shard of the model was not exchanged; the next exchange sends what changed")
         finally:
-            if ended and pending.counts:
-                kept = self.errors(copy=False) if self.keep else {}
-                pending.apply(kept, self.keep)
-                if kept:
-                    forget(self._engine)
-                self._undo.begin()
             if ended:
-                self.pending, self._counted = None, pending.counts
-            if ended and not pending.counts:
-                since, self.every = self._before
-                self.since += since
+                self._end(pending)
+
+    def _end(self, pending: PendingExchange) -> None:
+        """Use what has arrived, or let the next exchange send these changes too."""
+        if pending.counts:
+            kept = self.errors(copy=False) if self.keep else {}
+            pending.apply(kept, self.keep)
+            if kept:
+                forget(self._engine)
+            self._undo.begin()
+        else:
+            since, self.every = self._before
+            self.since += since
+        self.pending, self._counted = None, pending.counts
 
     def errors(self, *, copy: bool = True) -> Tensors:
         """Return {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
@@ -186,22 +186,14 @@ class Quorums(Managed):
     starts from θ.
     """
 
-    def __init__(self, manager: Any, engine: Engine, outer: OuterState) -> None:
+    def __init__(self, manager: Any, engine: Engine, outer: OuterState, rounds: Rounds) -> None:
         super().__init__(manager, engine)
-        self._outer = outer
-        # Number of steps so far, as of the last exchange that was tried, and whether that one could begin.
-        self._steps, self._ready = 0, False
-
-    def start(self, steps: int) -> int:
-        """Find the workers of an exchange. Return the number of steps so far, which all of them have."""
-        self._steps = steps
-        self._manager.start_quorum()
-        self._ready = self.begin()
-        return self._steps
+        self._outer, self._rounds = outer, rounds
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
-        """Begin an exchange. None if it cannot begin."""
-        pending = self.guarded(begin) if self._ready else None
+        """Find the workers of an exchange, who then have counted as many steps, and begin it. None if it cannot."""
+        self._manager.start_quorum()
+        pending = self.guarded(begin) if self.begin() else None
         if pending is None:
             self._manager.should_commit()
         return pending
@@ -220,10 +212,10 @@ class Quorums(Managed):
     def _connect(self) -> None:
         super()._connect()
         # A worker that was not in a quorum in which nothing was applied has taken fewer steps, and does not heal.
-        own = torch.tensor([self._steps], device="cpu")
-        if not self._communicator.lost:
-            steps = self.guarded(lambda: self._communicator.gather(own))
-            self._steps = self._steps if steps is None else int(steps.max())
+        own = torch.tensor([self._rounds.steps], device="cpu")
+        steps = None if self._communicator.lost else self.guarded(lambda: self._communicator.gather(own))
+        if steps is not None:
+            self._rounds.steps = int(steps.max())
 
     def _repeat(self, pending: PendingExchange) -> None:
         """Let the next exchange send all of one that is not applied."""
@@ -239,7 +231,7 @@ class Quorums(Managed):
         outer = self._outer
         buffers = {name: buffer.clone() for name, buffer in outer.local.buffers()}
         theta = {name: tensor.clone() for name, tensor in outer.theta().items()}
-        own = {"shared": theta, "buffers": buffers, "outer": outer.optimizer.state_dict(), "steps": self._steps}
+        own = {"shared": theta, "buffers": buffers, "outer": outer.optimizer.state_dict(), "steps": self._rounds.steps}
         return {**super().save(), **own}
 
     @torch.no_grad()
@@ -260,4 +252,4 @@ class Quorums(Managed):
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])
         outer.optimizer.load_state_dict(state["outer"])
-        self._steps = state["steps"]
+        self._rounds.steps = state["steps"]

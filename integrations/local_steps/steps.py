@@ -25,7 +25,7 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors
-from powersgd_triton.integrations.local_steps.rounds import Quorums, Rounds, length
+from powersgd_triton.integrations.local_steps.rounds import Rounds, length
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -137,9 +137,8 @@ class LocalSteps(Handle):
         super().__init__(together("LocalSteps", prepare, communicator, device))
         self.outer = self._outer.optimizer
         self._outer.begin_equal()
-        if manager is not None:
-            self._managed = Quorums(manager, self._engine, self._outer)
-        self._rounds = Rounds(self._engine, self._outer, self._managed, every, delay, keep or 0.0)
+        self._rounds = Rounds(self._engine, self._outer, manager, every, delay, keep or 0.0)
+        self._managed = self._rounds.quorums
         if manager is not None:
             with torch.no_grad():
                 self._rounds.exchange()
