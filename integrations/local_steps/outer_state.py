@@ -48,9 +48,8 @@ class OuterState:
             )
         # By default, θ becomes the mean of the local parameters.
         self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
-        found = type(self.optimizer).__name__
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TypeError(f"outer must return a torch.optim.Optimizer; got {found}")
+            raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
         check_closure(self.optimizer, "outer must return")
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if given - {id(p) for p in parameters}:
@@ -227,7 +226,7 @@ class OuterState:
         return parts
 
     def load(self, parts: Mapping[str, Tensors], *, own: bool) -> None:
-        """Continue from what ``parts`` has returned: from the worker's own parameters, or from the mean of all."""
+        """Continue from what ``parts`` has returned: from the worker's ``own`` parameters, or from θ − changes."""
         values = self.theta()
         for name, theta in values.items():
             theta.copy_(parts[name]["shared"])

@@ -243,12 +243,11 @@ class Quorums(Managed):
                 "the same parameters are trained"
             )
         super().load(state)
+        parts = {name: {"shared": theta} for name, theta in state["shared"].items()}
         changes, _ = outer.pseudo_gradients()
-        values = {}
-        for name, theta in outer.theta().items():
-            theta.copy_(state["shared"][name])
-            values[name] = theta if fresh else theta - unpadded(changes[name], theta).to(theta.device)
-        outer.write(values.items())
+        for name, change in changes.items() if not fresh else ():
+            parts[name]["changes"] = unpadded(change, parts[name]["shared"])
+        outer.load(parts, own=False)
         for name, buffer in outer.local.buffers() if fresh else ():
             buffer.copy_(state["buffers"][name])
         outer.optimizer.load_state_dict(state["outer"])
