@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,6 @@ class Traffic:
     def sent(self) -> float:
         """Bytes of a whole step with compression."""
         return self.factors + self.differences
-
-    @classmethod
-    def sum(cls, parts: Iterable[Traffic]) -> Traffic:
-        """Return what the parts of a model send together."""
-        return cls(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
 def describe(engine: Any, config: PowerSGDConfig, traffic: Traffic, width: str | None) -> str:

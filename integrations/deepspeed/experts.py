@@ -7,6 +7,7 @@ average their gradients.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ class MixtureState(Several[DeepSpeedState]):
 
     def traffic(self) -> Traffic:
         """See ``DeepSpeedState.traffic``."""
-        return Traffic.sum([state.traffic() for state in self])
+        parts = [dataclasses.astuple(state.traffic()) for state in self]
+        return Traffic(*map(sum, zip(*parts, strict=True)))
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See ``DeepSpeedState.exact_parameters``."""
