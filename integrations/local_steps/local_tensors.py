@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +37,6 @@ class LocalTensors:
             workers may have smaller parts, or none. A parameter that is unfrozen is added, and stays if frozen again.
         masters: Returns DeepSpeed's fp32 copies of parts of several parameters in a row, so that they are no matrices.
         before, refresh: Called before the tensors are used, and after they were changed.
-        shards: Workers that hold the other parts of this replica.
-        node: Workers that take the same steps as this one, so that they hold the same values. None for no others.
     """
 
     model: nn.Module
@@ -46,8 +44,6 @@ class LocalTensors:
     masters: Callable[[], Iterable[Tensor]] | None = None
     before: Callable[[], None] = lambda: None
     refresh: Callable[[], None] = lambda: None
-    shards: Sequence[dist.ProcessGroup] = ()
-    node: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         self.take_in(self.unfrozen())
@@ -93,16 +89,13 @@ class LocalTensors:
         self.before()
         return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
 
-    def communicator(self, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Communicator:
-        """Return the workers of an exchange. Those of a node that hold the same values share its work."""
-        if self.node is not None and node_group is None and group is not None:
-            node_group = (self.node, group) if dist.get_world_size(self.node) > 1 else None
-        whole = None if self.node is not None and node_group is not None else group
-        return Communicator(whole, self.shards, node_group=node_group)
+
+Exchanged = tuple[LocalTensors, Communicator]
+"""The tensors of a model on this worker, and the workers of an exchange."""
 
 
-def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    """Return this worker's tensors of a model that takes local steps in ``group``. An error if it is not supported."""
+def local_tensors(model: nn.Module, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Exchanged:
+    """Return what a model exchanges over ``group``. TypeError or ValueError: It is not supported."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if not isinstance(model, nn.Module):
@@ -111,26 +104,30 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
     if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         raise ValueError("the model has tensors on the meta device, which have no values: call to_empty, and fill them")
     if is_deepspeed(model):
-        return _of_deepspeed(model, group)
+        return _of_deepspeed(model, group, node_group)
     if isinstance(model, DistributedDataParallel):
+        node = model.process_group
         _check_apart(
-            model.process_group,
+            node,
             group,
             "DistributedDataParallel",
             "give DistributedDataParallel process_group=node, the workers of this node, and LocalSteps group=across, "
             "the workers with this index on all nodes",
         )
-        return LocalTensors(model.module, node=model.process_group)
+        if node_group is None and group is not None and dist.get_world_size(node) > 1:
+            # The workers of a node hold the same values, and share the work of an exchange.
+            node_group = (node, group)
+        return LocalTensors(model.module), Communicator(group if node_group is None else None, node_group=node_group)
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise TypeError("local steps support fully_shard (FSDP2); got FullyShardedDataParallel: use fully_shard")
         if isinstance(module, DistributedDataParallel) or is_deepspeed(module):
             raise TypeError(f"expected a wrapped model; got {type(model).__name__}, which has one as {name!r}: use it")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _of_fsdp2(model, group)
+        return _of_fsdp2(model, group, node_group)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise TypeError("parameters that are DTensors are supported with fully_shard only; got some without it")
-    return LocalTensors(model)
+    return LocalTensors(model), Communicator(group, node_group=node_group)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -159,7 +156,7 @@ def _largest_part(parameter: Tensor) -> Shape:
     return (*shape, 2) if parameter.is_complex() else tuple(shape)
 
 
-def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
+def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Exchanged:
     from powersgd_triton.integrations.fsdp2.units import divide, reshard
 
     advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
@@ -173,10 +170,10 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors
     for shard in shards:
         _check_apart(shard, group, "fully_shard", advice)
     # After a forward pass without gradients, the root's parameters are still whole.
-    return LocalTensors(model, before=lambda: reshard(model), shards=shards)
+    return LocalTensors(model, before=lambda: reshard(model)), Communicator(group, shards, node_group=node_group)
 
 
-def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
+def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Exchanged:
     from powersgd_triton.integrations.deepspeed.engines import averaging_group, masters_of
 
     stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
@@ -199,7 +196,8 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     _check_apart(workers, group, "DeepSpeed", advice)
     masters = functools.partial(masters_of, optimizer)
     shapes = {f"group {index}": tuple(part.shape) for index, part in enumerate(masters())}
-    return LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
+    tensors = LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params)
+    return tensors, Communicator(group, [workers], node_group=node_group)
 
 
 def chosen_config(

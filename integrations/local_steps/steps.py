@@ -105,8 +105,7 @@ class LocalSteps(Handle):
         manager: Any = None,
     ) -> None:
         def find() -> tuple[tuple[LocalTensors, Communicator], Facts, Facts]:
-            local = local_tensors(model, group)
-            return (local, local.communicator(group, node_group)), {}, {}
+            return local_tensors(model, group, node_group), {}, {}
 
         local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
 
@@ -238,10 +237,10 @@ class LocalSteps(Handle):
         report = go_on()
         self._outer.load(saved.parts, own=own)
         self._rounds.resume(saved.steps, saved.since, every)
+        if self.config.quantize is None:
+            return report
         # Errors of quantized tensors are added to the next differences, as those of tensors without factors are.
-        return (
-            report if self.config.quantize is None else dataclasses.replace(report, loaded=report.carried, carried=())
-        )
+        return dataclasses.replace(report, loaded=report.carried, carried=())
 
     def save(self, folder: Folder) -> None:
         super().save(folder)
