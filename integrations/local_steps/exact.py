@@ -19,12 +19,13 @@ class ExactAverages:
     def __init__(self, local: LocalTensors, engine: Engine, device: torch.device, inner: Any) -> None:
         self._local, self._engine, self._device, self._inner = local, engine, device, inner
         # {name: kind} of the tensors, as the workers agreed; the buffers, as they were after the last exchange.
-        self.agreed: dict[str, str] = {}
+        self._agreed: dict[str, str] = {}
         self._buffers: dict[str, Tensor] = {}
 
-    def look(self) -> None:
-        """Find the tensors that the next exchange averages. The workers must then compare ``agreed``."""
-        self.agreed = {name: kind(tensor) for name, tensor in sorted(self._tensors().items())}
+    def agree(self) -> dict[str, str]:
+        """Return {name: kind} of the tensors that the next exchange averages, for the workers to compare."""
+        self._agreed = {name: kind(tensor) for name, tensor in sorted(self._tensors().items())}
+        return self._agreed
 
     def hold(self, names: Container[str]) -> None:
         """Take the buffers with these names as equal on all workers, so that they are not sent until one changes."""
@@ -32,10 +33,10 @@ class ExactAverages:
 
     def unchanged(self) -> Tensor:
         """Return the least ``_sameness`` on any worker of each tensor. Collective."""
-        if not self.agreed or self._engine.communicator.world_size == 1:
+        if not self._agreed or self._engine.communicator.world_size == 1:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         found = self._tensors()
-        least = torch.stack([self._sameness(name, found.get(name)) for name in self.agreed])
+        least = torch.stack([self._sameness(name, found.get(name)) for name in self._agreed])
         self._engine.communicator.minimum(least)
         return least
 
@@ -46,7 +47,7 @@ class ExactAverages:
         """
         if not unchanged:
             return 0
-        found, numbers = self._tensors(), dict(zip(self.agreed, unchanged, strict=True))
+        found, numbers = self._tensors(), dict(zip(self._agreed, unchanged, strict=True))
         sent = self.mean([found[name] for name, flag in numbers.items() if flag == 0], finite)
         self.hold({name for name, flag in numbers.items() if flag >= 0})
         return sent
@@ -79,7 +80,7 @@ class ExactAverages:
 
     def _sameness(self, name: str, tensor: Tensor | None) -> Tensor:
         """Return 1 if a tensor is as after the last exchange, 0 if it has changed, −1 if it is not what was agreed."""
-        before, agreed = self._buffers.get(name), self.agreed[name]
+        before, agreed = self._buffers.get(name), self._agreed[name]
         # On the device, since the host would wait for each tensor.
         if tensor is None or kind(tensor) != agreed:
             return torch.full((), -1, device=self._device)

@@ -79,9 +79,8 @@ class OuterState:
             expected, got = (t if t is None else (tuple(t.shape), str(t.device)) for t in (theta, found.get(name)))
             if got != expected:
                 raise ValueError(f"{name!r} is exchanged as (shape, device) {expected}; got {got}: make new LocalSteps")
-        self.exact.look()
         parameters = itertools.chain(found.items(), self.local.frozen())
-        return {**{f"parameter {name!r}": kind(tensor) for name, tensor in parameters}, **self.exact.agreed}
+        return {**{f"parameter {name!r}": kind(tensor) for name, tensor in parameters}, **self.exact.agree()}
 
     def take_in(self, new: Mapping[str, Tensor]) -> None:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
@@ -123,7 +122,7 @@ class OuterState:
         broadcast_from_first((tensor for _, tensor in found), self._engine.communicator)
         self.write(self.theta().items())
         self._frozen = {name for name, _ in self.local.frozen()}
-        self.exact.hold(self.exact.agreed)
+        self.exact.hold({name for name, _ in self.local.buffers()})
 
     def forget(self) -> None:
         """Begin anew from the first worker's parameters. Collective."""
