@@ -15,6 +15,7 @@ from powersgd_triton.checkpoint import load, save
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.saved_state import is_finite, is_whole, listing
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from powersgd_triton.ranks.plan import is_count
 
 KEY = "local_steps"
@@ -33,17 +34,16 @@ COMMON = ("shared", "changes")
 Matrices = dict[str, dict[str, Tensor]]
 
 
-def pack(
-    engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], names: Sequence[str], **rest: Any
-) -> dict[str, Any]:
-    """Return a saved state from those of the engine and of the ``outer`` optimizer, which has ``names`` in this order.
+def pack(engine: Mapping[str, Any], parts: Matrices, outer: OuterState, **rest: Any) -> dict[str, Any]:
+    """Return a saved state from that of the engine, and the outer optimizer's.
 
     ``parts`` are {name: {one of ``OWN`` and ``COMMON``: tensor}}, ``rest`` the fields of ``SavedRound`` that are plain.
     """
+    saved = outer.optimizer.state_dict()
     matrices: Matrices = {name: {**engine["matrices"].get(name, {}), **own} for name, own in parts.items()}
     numbers: dict[str, dict[str, Any]] = {}
-    for index, name in enumerate(names):
-        for key, value in outer["state"].get(index, {}).items():
+    for index, name in enumerate(outer.names()):
+        for key, value in saved["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 matrices[name][OUTER + key] = value.detach().clone()
             else:
@@ -51,7 +51,7 @@ def pack(
     # Tells this state from others. Equal on all workers.
     mark = sum(int(fingerprint(own[key])) for own in parts.values() for key in COMMON if key in own)
     # A learning rate, for example, may be a tensor.
-    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in each.items()} for each in outer["param_groups"]]
+    groups = [{k: v.item() if isinstance(v, Tensor) else v for k, v in each.items()} for each in saved["param_groups"]]
     optimizer = {"state": numbers, "param_groups": groups}
     return {**engine, "matrices": matrices, KEY: {**rest, "mark": mark, "outer": optimizer}}
 
@@ -68,13 +68,12 @@ class SavedRound:
     outer: dict[str, Any]
 
     @classmethod
-    def parse(
-        cls, state: Any, theta: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Sequence[str]
-    ) -> SavedRound:
+    def parse(cls, state: Any, outer: OuterState) -> SavedRound:
         """Read a saved state, and check all that ``pack`` has added to that of the engine.
 
-        ValueError unless it fits the shared parameters {name: θ} and the optimizer that has them in the order of names.
+        ValueError unless it fits the shared parameters and their optimizer.
         """
+        theta, optimizer = outer.theta(), outer.optimizer
         if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
             raise ValueError("expected a saved state of LocalSteps; got something else, such as an adapter's state")
         rest, matrices = state[KEY], state["matrices"]
@@ -97,20 +96,20 @@ class SavedRound:
                 _check_part(f"{key!r} of {name!r}", matrices[name].get(key), tuple(shared.shape))
         # In torch's own, all parameters have the same values: single numbers, and tensors of their shape.
         strict = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ != "Adafactor"
-        outer: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(names):
+        states: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(outer.names()):
             _check_form(f"{KEY}.outer.state.{name}", values := dict(numbers.get(name, {})), values)
             for part in (key.removeprefix(OUTER) for key in matrices[name] if key.startswith(OUTER)):
                 saved, shapes = matrices[name][OUTER + part], [() if part in NUMBERS else tuple(theta[name].shape)]
                 _check_part(f"{OUTER + part!r} of {name!r}", saved, *(shapes if strict else ()))
                 # A copy, since optimizers change the tensors that they have loaded.
                 values[part] = saved.detach().clone()
-            if strict and values and values.keys() != next(iter(outer.values()), values).keys():
+            if strict and values and values.keys() != next(iter(states.values()), values).keys():
                 raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
-            outer |= {index: values} if values else {}
+            states |= {index: values} if values else {}
         pairs = zip(rest["outer"]["param_groups"], own, strict=True)
         groups = [{key: _in_form(group[key], mine.get(key)) for key in group} for group, mine in pairs]
-        return cls(state, matrices, steps, since, worker, {"state": outer, "param_groups": groups})
+        return cls(state, matrices, steps, since, worker, {"state": states, "param_groups": groups})
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all workers that load their parts of it."""

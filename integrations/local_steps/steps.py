@@ -216,14 +216,14 @@ class LocalSteps(Handle):
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}
-        return pack(engine, parts, self.outer.state_dict(), self._outer.names(), **rest)
+        return pack(engine, parts, self._outer, **rest)
 
     @_with_own_parameters
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
         def read() -> tuple[tuple[SavedRound, int], Facts, Facts]:
-            saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer, self._outer.names())
+            saved = SavedRound.parse(opened(state_dict), self._outer)
             every = self._rounds.length(before := saved.steps - saved.since)
             return (saved, every), {"steps before the saved round": before, "every": every}, saved.facts()
 
