@@ -34,7 +34,6 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 EXPERTS = "powersgd_{group}_{index:02d}_state.pt"
 """One file for the experts of each index in their expert-parallel group, which DeepSpeed names by its size."""
 
-
 Gradients = Mapping[Tensor, Tensor]
 """{parameter: gradient}."""
 Parts = Mapping[Tensor, tuple[int, Tensor]] | None

@@ -191,7 +191,7 @@ class Quorums(Managed):
         self._outer, self._rounds = outer, rounds
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:
-        """Find the workers of an exchange, who then have counted as many steps, and begin it. None if it cannot."""
+        """Find the workers of an exchange, and begin it. None if it cannot begin."""
         self._manager.start_quorum()
         pending = self.guarded(begin) if self.begin() else None
         if pending is None:
