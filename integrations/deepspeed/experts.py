@@ -103,10 +103,7 @@ class MixtureState(Several[DeepSpeedState]):
         return {label: state.state_dict() for label, state in self.states.items()}
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from the result of ``state_dict``. Collective.
-
-        ValueError: The saved state has other labels, or a part does not fit. Nothing was changed.
-        """
+        """Continue from the result of ``state_dict``. Collective. ValueError: It does not fit; nothing was changed."""
 
         def parts() -> Mapping[str, StateDict]:
             found = state_dict.keys() if isinstance(state_dict, Mapping) else {type(state_dict).__name__}
@@ -124,10 +121,7 @@ class MixtureState(Several[DeepSpeedState]):
             state.save(folder)
 
     def _reading(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
-        """See ``DeepSpeedState``. Experts that were not compressed when the state was saved start without errors.
-
-        ValueError: Experts were distributed over another number of workers.
-        """
+        """See ``Handle``. Experts without a state start without errors. ValueError: They were distributed otherwise."""
 
         def saved_in() -> Path | None:
             # The one folder of all states: older states of experts do not belong to newer ones of the rest.

@@ -57,10 +57,7 @@ class ParameterOverride:
         run_within(engine.optimizer, "step", self._sending)
 
     def bytes_per_step(self, own: Container[int]) -> tuple[int, int]:
-        """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages.
-
-        They are those of the parameter groups that have parameters with the identities ``own``.
-        """
+        """Return the bytes of all partitions, and of all owners' messages, of groups with the identities ``own``."""
         groups = [group for group in self._groups() if any(id(parameter) in own for parameter in group.parameters)]
         messages = [(len(group.rows), part) for group in groups for part in self._messages(group)]
         sent = sum(owners * self.width.difference_bytes(part.stop - part.start)[1] for owners, part in messages)

@@ -71,16 +71,14 @@ class LocalTensors:
         return ((f"buffer {plain_name(name)!r}", local(tensor)) for name, tensor in self.model.named_buffers())
 
     def memory(self, like: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """Return {name: new memory, padded} in the dtypes of ``like`` or fp32, on its devices by default.
-
-        Tensors lie one after the other, so that what is sent of them need not be copied first.
-        """
+        """Return {name: new memory, padded} in the dtypes of ``like`` or fp32, on its devices by default."""
         found: dict[str, Tensor] = {}
         wide = functools.cache(lambda dtype: torch.promote_types(dtype, torch.float32))
         kinds = {name: (wide(tensor.dtype), device or tensor.device) for name, tensor in like.items()}
         for kind in dict.fromkeys(kinds.values()):
             shapes = {name: self.shapes[name] for name in kinds if kinds[name] == kind}
             sizes = [math.prod(shape) for shape in shapes.values()]
+            # One after the other, so that what is sent of them need not be copied first.
             parts = new_memory(sum(sizes), *kind).split(sizes)
             found |= {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         return found
@@ -107,13 +105,11 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None, node_group:
         return _of_deepspeed(model, group, node_group)
     if isinstance(model, DistributedDataParallel):
         node = model.process_group
-        _check_apart(
-            node,
-            group,
-            "DistributedDataParallel",
+        advice = (
             "give DistributedDataParallel process_group=node, the workers of this node, and LocalSteps group=across, "
-            "the workers with this index on all nodes",
+            "the workers with this index on all nodes"
         )
+        _check_apart(node, group, "DistributedDataParallel", advice)
         if node_group is None and group is not None and dist.get_world_size(node) > 1:
             # The workers of a node hold the same values, and share the work of an exchange.
             node_group = (node, group)
@@ -176,7 +172,7 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None, node_group: Nod
 def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Exchanged:
     from powersgd_triton.integrations.deepspeed.engines import averaging_group, masters_of
 
-    stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     if engine.pipeline_parallelism:
         raise ValueError("local steps do not support pipeline parallelism; got DeepSpeed's PipelineEngine")
     if engine.has_moe_layers:
@@ -196,7 +192,7 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None, node_group: Node
     _check_apart(workers, group, "DeepSpeed", advice)
     masters = functools.partial(masters_of, optimizer)
     shapes = {f"group {index}": tuple(part.shape) for index, part in enumerate(masters())}
-    tensors = LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params)
+    tensors = LocalTensors(engine.module, shapes, masters, refresh=optimizer.update_lp_params)
     return tensors, Communicator(group, [workers], node_group=node_group)
 
 

@@ -69,10 +69,7 @@ class SavedRound:
 
     @classmethod
     def parse(cls, state: Any, outer: OuterState) -> SavedRound:
-        """Read a saved state, and check all that ``pack`` has added to that of the engine.
-
-        ValueError unless it fits the shared parameters and their optimizer.
-        """
+        """Check what ``pack`` has added to the engine's state. ValueError unless it fits θ and the outer optimizer."""
         theta, optimizer = outer.theta(), outer.optimizer
         if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
             raise ValueError("expected a saved state of LocalSteps; got something else, such as an adapter's state")
