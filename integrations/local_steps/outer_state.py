@@ -38,7 +38,7 @@ class OuterState:
     def __init__(
         self, local: LocalTensors, outer: Outer | None, engine: Engine, device: torch.device, inner: Any
     ) -> None:
-        self.local, self._engine, self.device = local, engine, device
+        self.local, self.engine, self.device = local, engine, device
         self.exact = ExactAverages(local, engine, device, inner)
         self.shared = self._new(dict(local.tensors()))
         parameters = list(self.shared.values())
@@ -90,7 +90,7 @@ class OuterState:
                 # The workers have changed it since they were equal, and nothing must be lost.
                 self.exact.mean([local(parameter)], local(parameter).isfinite().all())
             else:
-                broadcast_from_first([local(parameter)], self._engine.communicator)
+                broadcast_from_first([local(parameter)], self.engine.communicator)
         self.local.take_in(new)
         added = self._new({name: local(parameter) for name, parameter in new.items()})
         self.shared |= added
@@ -119,7 +119,7 @@ class OuterState:
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
         found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
-        broadcast_from_first((tensor for _, tensor in found), self._engine.communicator)
+        broadcast_from_first((tensor for _, tensor in found), self.engine.communicator)
         self.write(self.theta().items())
         self._frozen = {name for name, _ in self.local.frozen()}
         self.exact.hold({name for name, _ in self.local.buffers()})
@@ -172,10 +172,7 @@ class OuterState:
         return {name: memory.zero_() for name, memory in self.local.memory(self.shared, self.device).items()}
 
     def begin(self, finite: Tensor | None = None) -> tuple[Tensors, Tensor, Tensors]:
-        """Return what ``pseudo_gradients`` does, and copies of the local parameters.
-
-        If this worker is not finite, the copies are θ, and so are its parameters then.
-        """
+        """Do as ``pseudo_gradients``, and copy the local parameters. If not finite, they and their copies become θ."""
         copies = {name: unpadded(padded, self.shared[name]) for name, padded in self.local.memory(self.shared).items()}
         gradients, finite = self.pseudo_gradients(finite, copies=copies)
         if known(finite):
@@ -218,7 +215,7 @@ class OuterState:
         if begun:
             gradients, _, copies = self.begin()
             for name, tensor in self.local.tensors():
-                changes = unpadded(self._engine.communicator.mean(gradients[name]), tensor).to(tensor.device)
+                changes = unpadded(self.engine.communicator.mean(gradients[name]), tensor).to(tensor.device)
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
             for name, start in self._starts.items():
                 parts[name]["own_start"] = start.clone()
@@ -248,7 +245,7 @@ class OuterState:
         # A shard may have no elements.
         extremes.append(torch.zeros((), device=self.device))
         flag = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all().int()
-        for shards in self._engine.communicator.others:
+        for shards in self.engine.communicator.others:
             shards.minimum(flag)
         finite = flag > 0
         self.warn()

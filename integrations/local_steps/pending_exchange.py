@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.agreement import exhaust
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import on_streams
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.integrations.local_steps.local_tensors import unpadded
@@ -37,16 +36,15 @@ class PendingExchange:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        undo: Undo,
-        outer: OuterState,
-        delay: int,
-        meeting: Generator[Any, None, Any],
-        *,
-        refused: bool,
+        self, outer: OuterState, undo: Undo, delay: int, meeting: Generator[Any, None, Any], *, refused: bool
     ) -> None:
-        self._engine, self._undo, self._outer, self._meeting, self._refused = engine, undo, outer, meeting, refused
+        self._engine, self._undo, self._outer, self._meeting, self._refused = (
+            outer.engine,
+            undo,
+            outer,
+            meeting,
+            refused,
+        )
         self.begun: Tensors = {}
         if refused:
             self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool, device=outer.device)

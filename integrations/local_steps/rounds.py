@@ -9,7 +9,6 @@ import torch
 
 from powersgd_triton.comm.agreement import UNDER_WAY, Facts, compare, exhaust, fingerprint, together
 from powersgd_triton.config import whole_number
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import errors, forget
 from powersgd_triton.core.saved_state import listing
 from powersgd_triton.core.undo import Undo
@@ -38,10 +37,10 @@ class Rounds:
         pending: The exchange under way, if there is one.
     """
 
-    def __init__(self, engine: Engine, outer: OuterState, manager: Any, every: Every, delay: int, keep: float) -> None:
-        self._engine, self._outer, self._every, self._delay, self.keep = engine, outer, every, delay, keep
-        self.quorums = None if manager is None else Quorums(manager, engine, outer, self)
-        self._undo = Undo(engine)
+    def __init__(self, outer: OuterState, manager: Any, every: Every, delay: int, keep: float) -> None:
+        self._engine, self._outer, self._every, self._delay, self.keep = outer.engine, outer, every, delay, keep
+        self.quorums = None if manager is None else Quorums(manager, outer, self)
+        self._undo = Undo(outer.engine)
         self.resume(0, 0, self.length(0))
 
     def resume(self, steps: int, since: int, every: int) -> None:
@@ -92,7 +91,7 @@ class Rounds:
             later, self._counted = self._delay > 0 and not waits, False
             meeting = self._meeting(UNDER_WAY if later else "an exchange", begins=True)
             every = next(meeting) if later else exhaust(meeting)
-            pending = PendingExchange(self._engine, self._undo, self._outer, self._delay, meeting, refused=not every)
+            pending = PendingExchange(self._outer, self._undo, self._delay, meeting, refused=not every)
             self._before = self.since, self.every
             self.since, self.every = 0, every or self.every
             return pending
@@ -186,8 +185,8 @@ class Quorums(Managed):
     starts from θ.
     """
 
-    def __init__(self, manager: Any, engine: Engine, outer: OuterState, rounds: Rounds) -> None:
-        super().__init__(manager, engine)
+    def __init__(self, manager: Any, outer: OuterState, rounds: Rounds) -> None:
+        super().__init__(manager, outer.engine)
         self._outer, self._rounds = outer, rounds
 
     def run(self, begin: Callable[[], PendingExchange]) -> PendingExchange | None:

@@ -136,7 +136,7 @@ class LocalSteps(Handle):
         super().__init__(together("LocalSteps", prepare, communicator, device))
         self.outer = self._outer.optimizer
         self._outer.begin_equal()
-        self._rounds = Rounds(self._engine, self._outer, manager, every, delay, keep or 0.0)
+        self._rounds = Rounds(self._outer, manager, every, delay, keep or 0.0)
         self._managed = self._rounds.quorums
         if manager is not None:
             with torch.no_grad():
