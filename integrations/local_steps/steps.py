@@ -23,7 +23,7 @@ from powersgd_triton.core.facts import common_facts, replicated_facts
 from powersgd_triton.core.loading import save, settle
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
+from powersgd_triton.integrations.local_steps.local_tensors import chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors
 from powersgd_triton.integrations.local_steps.rounds import Rounds, length
 from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
@@ -104,10 +104,8 @@ class LocalSteps(Handle):
         optimizer: torch.optim.Optimizer | None = None,
         manager: Any = None,
     ) -> None:
-        def find() -> tuple[tuple[LocalTensors, Communicator], Facts, Facts]:
-            return local_tensors(model, group, node_group), {}, {}
-
-        local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
+        workers = found("LocalSteps", lambda: Communicator(group))
+        local, communicator = together("LocalSteps", lambda: (local_tensors(model, group, node_group), {}, {}), workers)
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             if manager is not None and (communicator.world_size > 1 or communicator.others):
