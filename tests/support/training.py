@@ -128,9 +128,14 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """A copy in fp64, of complex numbers in complex128."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float64), copy=True)
+
+
 def relative(got: Tensor, expected: Tensor) -> float:
     """‖got − expected‖ / ‖expected‖; 0 where both are 0, infinite where it is not a number."""
-    difference, size = float((got.double() - expected.double()).norm()), float(expected.double().norm())
+    difference, size = float((wide(got) - wide(expected)).norm()), float(wide(expected).norm())
     if difference == 0:
         return 0.0
     return difference / size if size > 0 and math.isfinite(difference) else math.inf
@@ -159,7 +164,7 @@ def local_gradients(model: nn.Module) -> Gradients:
 
 def total(tensor: Tensor) -> Tensor:
     """Sum over all workers, in fp64."""
-    summed = tensor.detach().double().clone()
+    summed = wide(tensor)
     dist.all_reduce(summed)
     return summed
 
