@@ -24,6 +24,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import tensor_parallel
 from tests.support.balance import Ledger, check_close
+from tests.support.distributed import named
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
@@ -247,7 +248,7 @@ def wrong_use(worker: int, world_size: int) -> None:
     )
 
 
-OTHERS = {case.__name__: case for case in (unequal_replicas, made_equal, unfrozen, with_unused, wrong_use)}
+OTHERS = named([unequal_replicas, made_equal, unfrozen, with_unused, wrong_use])
 test_on_four_workers = make_test({**OTHERS, "mesh_dims": functools.partial(mesh_dims, meshes=[SEQUENCES])}, 4)
 test_more_dimensions = pytest.mark.slow(make_test({"mesh_dims": functools.partial(mesh_dims, meshes=WITH_REPLICAS)}, 4))
 

@@ -118,4 +118,4 @@ def compiled_before(_worker: int, world_size: int) -> None:
     assert {tensor.name for tensor in state.report().tensors} == {name for name, _ in inner.named_parameters()}
 
 
-test_passes = make_test({case.__name__: case for case in (by_turns, by_themselves, by_methods, compiled_before)}, 4)
+test_passes = make_test([by_turns, by_themselves, by_methods, compiled_before], 4)

@@ -96,4 +96,4 @@ def loaded(worker: int, _world_size: int) -> None:
     assert different(net.copied) == 0
 
 
-test_tensor_parallel = make_test({"copies": copies, "loaded": loaded}, 4)
+test_tensor_parallel = make_test([copies, loaded], 4)

@@ -20,19 +20,7 @@ from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from tests.support.distributed import make_test, named, on_workers
-from tests.support.local_steps import (
-    LOST,
-    TERNARY,
-    InFSDP2,
-    Net,
-    Training,
-    flat,
-    mean,
-    model,
-    owed,
-    same_bits,
-    theta,
-)
+from tests.support.local_steps import LOST, TERNARY, InFSDP2, Net, Training, flat, mean, model, owed, same_bits, theta
 from tests.support.training import complaint
 
 EVERY = 4
