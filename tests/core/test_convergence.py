@@ -146,7 +146,6 @@ class Case:
             ]
             errors = fleet.errors()
             (run,) = fleet.step(given, [names])
-            assert run.backend is not None
             bucket = run.backend.bucket
             for name in names:
                 (segment,) = (segment for segment in run.layout.segments if segment.name == name)

@@ -107,7 +107,6 @@ class Follower:
             assert_same_bits([averages[n] for n in names], [run.averages[0][n] for n in names])
             assert_same_bits([written[n] for n in names], [run.written[0][n] for n in names])
         averages = run.averages[0]
-        assert run.backend is not None
         finite = bool(run.backend._finite)  # type: ignore[attr-defined]
         for segment in layout.bypass:
             assert not finite or averages[segment.name].isfinite().all(), segment
@@ -145,7 +144,6 @@ class Follower:
     def check_written(self, run: BucketRun, segment: Segment) -> None:
         """What is written over the gradients is the average, rounded to their dtype."""
         average, written = run.averages[0][segment.name], run.written[0][segment.name].double()
-        assert run.backend is not None
         rounding = torch.finfo(self.case.dtypes[segment.name]).eps * average.double().abs()
         if segment.rank:
             # The product may be summed in another order there.
@@ -159,7 +157,6 @@ class Follower:
         assert not written[average.isnan()].isfinite().any(), segment
 
     def views(self, run: BucketRun, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
-        assert run.backend is not None
         return pair(run.backend.bucket, *run.bases[at], segment)
 
     def check_bases(self, run: BucketRun, segment: Segment, finite: bool) -> None:

@@ -33,16 +33,16 @@ class BucketRun:
 
     Attributes:
         layout: the bucket's tensors.
-        bases: (left, right) flat bases whenever a message was sent, and at the end; equal on all workers.
         backend: the first worker's.
+        bases: (left, right) flat bases whenever a message was sent, and at the end; equal on all workers.
         averages: each worker's Ĝ and means in fp32 (fp64 where a gradient is), from memory that was NaN.
         written: the same in the gradients' dtypes, written over the gradients.
         verdicts: each worker's of the step, which it shares with the step's other buckets.
     """
 
     layout: Layout
+    backend: Backend
     bases: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
-    backend: Backend | None = None
     averages: list[Values] = dataclasses.field(default_factory=list)
     written: list[Values] = dataclasses.field(default_factory=list)
     verdicts: list[Tensor] = dataclasses.field(default_factory=list)
@@ -88,10 +88,12 @@ class Fleet:
     ) -> list[BucketRun]:
         """One step of all buckets, which move on whenever a new one starts, unless one is done after the other."""
         compress = self.engines[0].step.iteration >= self.config.start_iter
-        runs = [BucketRun(self.layout(tuple(names), compress)) for names in buckets]
+        runs: list[BucketRun] = []
         under_way: collections.deque[list[Callable[[], bool]]] = collections.deque()
-        for run in runs:
-            under_way.append(self._start(run, [packed(own, run.layout) for own in given]))
+        for names in buckets:
+            run, started = self._start(tuple(names), given, compress)
+            runs.append(run)
+            under_way.append(started)
             while under_way:
                 # Each takes one turn; those that are done leave.
                 for stages in list(under_way):
@@ -101,7 +103,7 @@ class Fleet:
                         communicate(group)
                     if not going_on[0]:
                         under_way.remove(stages)
-                if overlapping and run is not runs[-1]:
+                if overlapping and len(runs) < len(buckets):
                     break
         self.together(lambda engine: engine.end_step())
         return runs
@@ -141,11 +143,13 @@ class Fleet:
         assert all(plan.segments == plans[0].segments for plan in plans), "workers have different plans"
         return plans[0]
 
-    def _start(self, run: BucketRun, given: Sequence[Values]) -> list[Callable[[], bool]]:
-        """For each worker what does its next stage and says whether there are more."""
+    def _start(
+        self, names: tuple[str, ...], given: Sequence[Values], compress: bool
+    ) -> tuple[BucketRun, list[Callable[[], bool]]]:
+        """The bucket's run, and for each worker what does its next stage and says whether there are more."""
+        layout = self.layout(names, compress)
+        given = [packed(own, layout) for own in given]
         device = next(iter(given[0].values())).device
-        names = tuple(segment.name for segment in run.layout.segments)
-        compress = self.engines[0].step.iteration >= self.config.start_iter
         own = self._layouts[names, compress]
         buckets = self.together(
             lambda engine: engine.begin((names, compress), lambda: own.shapes, device, last=False, compress=compress)
@@ -159,11 +163,12 @@ class Fleet:
                 task = listener.watch(task)
             tasks.append(task)
         backends = [task.memory for task in tasks]
+        run = BucketRun(layout, backends[0])
         notes: list[Any] = [Noting(backend) for backend in backends]
 
         def write(worker: int, backend: Backend) -> None:
             step, bucket = self.engines[worker].step, backend.bucket
-            out = {s.name: torch.full(s.shape, torch.nan, dtype=bucket.message_P.dtype) for s in run.layout.segments}
+            out = {s.name: torch.full(s.shape, torch.nan, dtype=bucket.message_P.dtype) for s in layout.segments}
             # Only what is written over the gradients counts.
             backend.reconstruct(out, None)
             run.averages.append(out)
@@ -187,13 +192,12 @@ class Fleet:
                 return going_on
             noting.sent = False
             if worker == 0:
-                run.backend = backends[worker]
                 run.bases.append((bucket.P_hat.clone(), bucket.basis.clone()))
             else:
                 assert_same_bits((bucket.P_hat, bucket.basis), run.bases[-1])
             return going_on
 
-        return [functools.partial(stage, worker) for worker in range(len(given))]
+        return run, [functools.partial(stage, worker) for worker in range(len(given))]
 
 
 def packed(gradients: Values, layout: Layout) -> Values:
