@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,9 @@ import pytest
 
 from tests.support import properties
 from tests.support.distributed import outcome
-from tests.support.properties import FORMATS
 from tests.support.sharded_training import in_one_group
 from tests.support.ways import WAYS
-from tests.support.wrapper_table import WRAPPERS
+from tests.support.wrapper_table import FORMATS, WRAPPERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Cell:
     check: Callable[..., None]
     workers: int
     options: tuple[tuple[str, Any], ...] = ()
-    # Whether ``check`` takes a folder, which all cells share.
-    folder: bool = False
     # Whether only ``make test-all`` runs it.
     slow: bool = False
 
@@ -36,7 +34,8 @@ class Cell:
         return "-".join(words) + (f"-{self.workers} workers" if self.workers != WRAPPERS[self.wrapper].workers else "")
 
     def bound(self, folder: Path) -> Callable[..., None]:
-        given = {"folder": str(folder)} if self.folder else {}
+        # All cells share it.
+        given = {"folder": str(folder)} if "folder" in inspect.signature(self.check).parameters else {}
         return functools.partial(self.check, wrapper=self.wrapper, **given, **dict(self.options))
 
     def kind(self) -> tuple[Any, ...]:
@@ -51,7 +50,7 @@ class Cell:
 
 def saved(wrapper: str) -> Cell:
     """The cell that saves what others take over."""
-    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True, slow=bool(WRAPPERS[wrapper].thin))
+    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, slow=bool(WRAPPERS[wrapper].thin))
 
 
 SOURCES = [
@@ -112,14 +111,14 @@ def cells() -> list[Cell]:
         for form in FORMATS:
             turn = redundant.get(form, form not in FORMS.get(name, ()))
             add(properties.conservation, options=(("form", form),), turn=turn)
-        add(properties.resume, folder=True)
-        add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 5)
+        add(properties.resume)
+        add(properties.resume, options=(("form", "alternating"),), turn=index % 5)
         if wrapper.elsewhere:
-            add(properties.taken_over, wrapper.elsewhere, folder=True)
+            add(properties.taken_over, wrapper.elsewhere)
         for pair in (pair for pair in SOURCES if pair[0] == name):
-            add(properties.taken_over, 4, turn=1, folder=True, options=(("source", pair[1]),))
-        add(properties.budget, folder=True, turn=index % 2)
-        add(properties.stateless, folder=True, turn=index % 3)
+            add(properties.taken_over, 4, turn=1, options=(("source", pair[1]),))
+        add(properties.budget, turn=index % 2)
+        add(properties.stateless, turn=index % 3)
         add(properties.void)
         for number, check in enumerate(BY_TURNS):
             add(check, turn=(number + index) % 2)

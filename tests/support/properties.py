@@ -12,7 +12,6 @@ import torch.distributed as dist
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.layout.matrices import compressed_rank
-from tests.support import wrapper_table
 from tests.support.balance import (
     EIGHT_BITS,
     Ledger,
@@ -28,9 +27,7 @@ from tests.support.balance import (
 from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
 from tests.support.training import LIMIT, complaint, flat, relative
 from tests.support.ways import WAYS
-from tests.support.wrapper_table import WRAPPERS
-
-FORMATS = {"fp32": RANK_2, **wrapper_table.FORMATS}
+from tests.support.wrapper_table import FORMATS, WRAPPERS
 
 
 def full_rank(worker: int, world_size: int, *, wrapper: str, way: str = "plain") -> None:

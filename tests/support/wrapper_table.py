@@ -97,6 +97,7 @@ def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | No
 
 
 FORMATS = {
+    "fp32": RANK_2,
     "alternating": dataclasses.replace(RANK_2, algorithm="alternating"),
     "iterations": dataclasses.replace(RANK_2, iterations=2),
     **{
@@ -107,7 +108,7 @@ FORMATS = {
     "quantized": PowerSGDConfig(quantize="int4"),
     "bypass": dataclasses.replace(RANK_2, bypass="int8"),
 }
-"""Of what is compressed and sent, beside the standard algorithm in fp32."""
+"""Of what is compressed and sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ LOOP = {
 }
 ALTERNATING = {
     "full_rank": "one product with a basis is not exact at any rank",
-    **dict.fromkeys(FORMATS, "it has one algorithm, in fp32"),
+    **dict.fromkeys(FORMATS.keys() - {"fp32"}, "it has one algorithm, in fp32"),
     **dict.fromkeys(("budget", "stateless"), "it has ranks only"),
     "void": "the error is in the gradient, so that of an element that is not finite goes with it",
 }
