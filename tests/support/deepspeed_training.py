@@ -73,9 +73,9 @@ def ready(worker: int, world_size: int, body: Callable[..., Any], arguments: tup
 
 
 def each(body: Callable[..., None], *arguments: Any) -> dict[str, Worker]:
-    """A case for each argument, by a name for each; those of a tuple go together."""
+    """A case for each argument, or one without; by a name for each. Those of a tuple go together."""
     cases: dict[str, Worker] = {}
-    for one in arguments:
+    for one in arguments or [()]:
         given = one if isinstance(one, tuple) else (one,)
         name = "-".join(map(str, (body.__name__, *given)))
         cases[name] = functools.partial(ready, body=body, arguments=given)

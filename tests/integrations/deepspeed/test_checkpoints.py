@@ -90,7 +90,7 @@ def brings_no_error_with_weights_alone() -> None:
 
 
 test_a_checkpoint = make_test(
-    each(is_there_before_the_checkpoint_is_the_latest, 0, 3) | each(brings_no_error_with_weights_alone, ()), 2
+    each(is_there_before_the_checkpoint_is_the_latest, 0, 3) | each(brings_no_error_with_weights_alone), 2
 )
 
 
