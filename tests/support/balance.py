@@ -19,12 +19,12 @@ U = 2.0**-24
 """Unit roundoff of fp32."""
 
 
-def build(wrapper: str, config: PowerSGDConfig | None, parameters: Gradients | None = None, **options: Any) -> Wrapped:
+def build(wrapper: str, config: PowerSGDConfig | None, parameters: Gradients | None = None) -> Wrapped:
     """A new model in a wrapper, with parameters of its own or those that are given."""
     net = WRAPPERS[wrapper].net()
     if parameters is not None:
         net.load_state_dict(parameters)
-    return WRAPPERS[wrapper].make(net, config, **options)
+    return WRAPPERS[wrapper].make(net, config)
 
 
 def batches(model: Wrapped, step: int, micro: int = 1) -> list[Batch]:
@@ -57,10 +57,10 @@ class Ledger:
         self.given: Gradients = {name: torch.zeros_like(p).double() for name, p in self.begin.items()}
         self.owed = model.mean_error()
 
-    def step(self, given: Sequence[Batch], **options: Any) -> None:
+    def step(self, given: Sequence[Batch]) -> None:
         for name, gradient in exact_mean(self.model, given).items():
             self.given[name] += gradient
-        self.model.step(given, **options)
+        self.model.step(given)
         self.steps += 1
 
     def train(self, steps: Iterable[int]) -> None:

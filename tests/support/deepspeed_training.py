@@ -235,16 +235,16 @@ def losses(engine: Any, steps: Sequence[int], way: str = "") -> list[float]:
     return (total(torch.tensor(found).double()) / dist.get_world_size()).tolist()
 
 
-def logged_bytes(engine: Any, steps: int, above: int = 0) -> dict[str, float]:
+def logged_bytes(engine: Any, above: int = 0) -> dict[str, float]:
     """Bytes a step of messages above a size, by DeepSpeed's own logger, which the configuration must switch on."""
     from deepspeed.comm.comm import comms_logger
 
     losses(engine, range(1))
     comms_logger.comms_dict.clear()
-    losses(engine, range(1, 1 + steps))
+    losses(engine, range(1, 3))
     comms_logger.enabled = False
     return {
-        name: sum(size * record[0] for size, record in sizes.items() if size > above) / steps
+        name: sum(size * record[0] for size, record in sizes.items() if size > above) / 2
         for name, sizes in comms_logger.comms_dict.items()
     }
 

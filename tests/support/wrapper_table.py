@@ -91,9 +91,7 @@ def use_nodes() -> None:
 def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
     """Nodes of two workers, which share the compression of their sum."""
     use_nodes()
-    made = kind(net, config, node_group="auto", **options)
-    made.levels = min(2, dist.get_world_size() // 2)
-    return made
+    return kind(net, config, node_group="auto", **options)
 
 
 FORMATS = {

@@ -64,7 +64,6 @@ class Wrapped:
     module: Any
     optimizer: Any
     state: Any = None
-    levels = 1
     net_type: Callable[[], Any] = Net
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:

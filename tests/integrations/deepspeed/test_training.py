@@ -133,7 +133,7 @@ def sends_what_is_reported(stage: int) -> None:
     def logged(section: Mapping[str, Any] | None) -> tuple[float, float, Any]:
         with engine_for(Case("", stage, LOGGED), section) as engine:
             # A tensor of the model's size is a gradient; norms and flags are of a few bytes.
-            found = logged_bytes(engine, 2, above=64)
+            found = logged_bytes(engine, above=64)
             gradients = sum(found.pop(name, 0) for name in ("all_reduce", "reduce_scatter_tensor", "reduce"))
             parameters = sum(found.pop(name, 0) for name in ("all_gather_into_tensor", "all_gather"))
             if section is None:
