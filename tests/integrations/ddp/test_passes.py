@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState
-from tests.support.distributed import on_workers
+from tests.support.distributed import make_test
 from tests.support.training import hooked, relative
 from tests.support.wrappers import means
 
@@ -31,8 +31,8 @@ class HeadFirst(nn.Module):
         return self.head(self.middle(self.first(x)))  # type: ignore[no-any-return]
 
 
-@on_workers(2)
-def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: int, workers: int) -> None:
+def interrupted(worker: int, _world_size: int) -> None:
+    """A pass that ends with an exception is not joined by that of another wrapper."""
     model = HeadFirst()
     state = PowerSGDState(PowerSGDConfig(rank=2), module=model)
     torch.manual_seed(worker)
@@ -69,9 +69,8 @@ def test_an_interrupted_pass_is_not_joined_by_that_of_another_wrapper(worker: in
         assert relative(applied[name] + error, (5 if "head" in name else 4) * gradients[name]) < 1e-5, name
 
 
-@on_workers(2)
-def test_what_ddp_leaves_out_is_not_planned_for(worker: int, workers: int) -> None:
-    """What DDP ignores, and what it averages itself at the end of a backward pass."""
+def left_out(_worker: int, _world_size: int) -> None:
+    """What DDP ignores, and what it averages itself at the end of a backward pass, is not planned for."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
     late: dict[str, Any] = {
@@ -86,17 +85,15 @@ def test_what_ddp_leaves_out_is_not_planned_for(worker: int, workers: int) -> No
     state.load_state_dict(state.state_dict())
 
 
-@pytest.mark.parametrize("fields", [{"rank": 999}, {"rank": 999, "algorithm": "alternating"}], ids=str)
-@on_workers(2)
-def test_gradients_of_an_earlier_pass_are_not_sent_again(worker: int, world_size: int, fields: dict[str, Any]) -> None:
-    """DDP copies them into the bucket of a pass in which no worker uses their parameters. Full rank loses nothing."""
+def earlier_gradients(worker: int, _world_size: int) -> None:
+    """They are not sent again: DDP copies them into the bucket of a pass in which no worker uses their parameters."""
 
-    def run(*, compressed: bool) -> list[Tensor]:
+    def run(config: PowerSGDConfig | None) -> list[Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20))
         replica = DistributedDataParallel(layers, find_unused_parameters=True)
-        if compressed:
-            attach(replica, **fields, min_compression_rate=0, error_dtype="fp32")
+        if config is not None:
+            attach(replica, config)
         found = list[Tensor]()
         for step in range(8):
             trained, frozen = (layers[0], layers[2]) if step % 2 else (layers[2], layers[0])
@@ -109,5 +106,10 @@ def test_gradients_of_an_earlier_pass_are_not_sent_again(worker: int, world_size
             found += [parameter.grad.clone() for parameter in trained.parameters() if parameter.grad is not None]
         return found
 
-    for ours, expected in zip(run(compressed=True), run(compressed=False), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    # Full rank loses nothing.
+    for algorithm in ("standard", "alternating"):
+        full_rank = PowerSGDConfig(rank=999, min_compression_rate=0, error_dtype="fp32", algorithm=algorithm)
+        torch.testing.assert_close(run(full_rank), run(None), rtol=0, atol=1e-6)
+
+
+test_on_two_workers = make_test([interrupted, left_out, earlier_gradients], 2)
