@@ -67,14 +67,6 @@ def _ternary(x, counts, GROUPS: tl.constexpr):
     return tl.where(zero < float("inf"), tl.minimum(scale, LARGEST), float("inf")), zero[:, None, None]
 
 
-@triton.jit
-def _as_stored(x, dtype: tl.constexpr):
-    """fp32 values, rounded to what a dtype has."""
-    if dtype == tl.bfloat16:
-        x = from_bf16_bits(bf16_bits(x))
-    return x.to(dtype).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["seed"])
 def _encode_difference_kernel(
     target, base, term, other, scales, codes, numel, each, distance, seed, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
@@ -105,7 +97,8 @@ def _encode_difference_kernel(
         place, ok, counts = _places(block, numel, PARTS)
         own = tl.load((target if term is None else term) + place, ok, 0.0).to(tl.float32)
         if term is not None:
-            own = _as_stored(own + tl.load(other + place, ok, 0.0).to(tl.float32), target.dtype.element_ty)
+            own += tl.load(other + place, ok, 0.0).to(tl.float32)
+            own = round_to(own, target.dtype.element_ty).to(tl.float32)
         x = own
         if base is not None:
             x -= finite_or_zero(tl.load(base + place, ok, 0.0))
@@ -188,7 +181,7 @@ def _apply_difference_kernel(
                 code = (code >> shift[None, :, None]) % NUMBERS
             message_scales += size // 2
             message_codes += length
-            x = _as_stored(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty)
+            x = round_to(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty).to(tl.float32)
         tl.store(base + place, x.to(base.dtype.element_ty), ok)
         digit *= NUMBERS
 
