@@ -86,50 +86,32 @@ class TritonBackend:
         self._places: tuple[Pointers, Pointers | None]
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table, launches = self.bucket, self._own, self._launches
-        own = bucket.P if self._alternating else None
-        self._clear(bucket.message_P, own)
-
-        def launch(G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor) -> None:
-            parts = self._get("parts", table.p_parts_numel)
-            compensate_project_triton(
-                table, G, M, pending, growth, bucket.basis, launches.compensate_project, out=parts
-            )
-            pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
-
-        self._compensate("project", launch, gradients, step)
-        return Message(bucket.message_P, left=True, own=own)
+        message = Message(self.bucket.message_P, left=True, own=self.bucket.P if self._alternating else None)
+        self._compensate(message, gradients, step)
+        return message
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table, launches = self.bucket, self._own, self._launches
-        self._clear(bucket.message_Q, bucket.Q)
+        bucket, table = self.bucket, self._own
+        message = Message(bucket.message_Q, left=False, own=bucket.Q)
         if self._alternating:
+            self._compensate(message, gradients, step)
+            return message
+        self._clear(message)
+        G, M = self._places
+        number = step.number(self._device)
 
-            def compensate(G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor) -> None:
-                parts = self._get("parts", table.q_parts_numel)
-                compensate_backproject_triton(
-                    table, G, M, pending, growth, bucket.P_hat,
-                    launches.compensate_backproject, launches.backproject, out=parts,
-                )  # fmt: skip
-                pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
+        def launch() -> None:
+            parts = self._get("parts", table.q_parts_numel)
+            self._orthogonalize(self._table.P, bucket.message_P, number, out=bucket.P_hat)
+            backproject_triton(table, G if M is None else M, bucket.P_hat, self._launches.backproject, out=parts)
+            # The same launch turns the bypass tensors of the previous message into means.
+            pack_triton(
+                table.pack_Q, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q,
+                bypass=bucket.message_P, workers=step.workers,
+            )  # fmt: skip
 
-            self._compensate("backproject", compensate, gradients, step)
-        else:
-            G, M = self._places
-            number = step.number(self._device)
-
-            def launch() -> None:
-                parts = self._get("parts", table.q_parts_numel)
-                self._orthogonalize(self._table.P, bucket.message_P, number, out=bucket.P_hat)
-                backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
-                # The same launch turns the bypass tensors of the previous message into means.
-                pack_triton(
-                    table.pack_Q, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q,
-                    bypass=bucket.message_P, workers=step.workers,
-                )  # fmt: skip
-
-            self._repeat("backproject", launch, (step.workers,), number)
-        return Message(bucket.message_Q, left=False, own=bucket.Q)
+        self._repeat("backproject", launch, (step.workers,), number)
+        return message
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
         bucket, table, layout, config = self.bucket, self._table, self.bucket.layout, self.bucket.config
@@ -231,9 +213,10 @@ class TritonBackend:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
         return TritonWire(plan, self._launches.wire, self._rank, self._device)
 
-    def _compensate(self, stage: str, launch: Callable[..., None], gradients: Mapping[str, Tensor], step: Step) -> None:
-        """Find where G (with the bypass tensors) and M are, and launch(G, M, pending product, growth of M)."""
-        bucket = self.bucket
+    def _compensate(self, message: Message, gradients: Mapping[str, Tensor], step: Step) -> None:
+        """Compute the first product of a step, M Q or Mᵀ P̂, and pack it and the bypass tensors into its message."""
+        bucket, table, launches = self.bucket, self._own, self._launches
+        self._clear(message)
         # First, since it fails if the kernels do not take the gradients.
         self._places = G, M = self._own.pointers([gradients[name] for name in self._own_names]), self._M
         growth = bucket.rescale(step)
@@ -241,7 +224,19 @@ class TritonBackend:
         pending: Pending = (bucket.P_hat, bucket.Q, self._never)
         if bucket.applied is not None:
             pending = (*bucket.product[0], bucket.applied)
-        self._repeat(stage, lambda: launch(G, M, pending, growth), pending[:2], pending[2], growth)
+
+        def launch() -> None:
+            operands = table, G, M, pending, growth
+            if message.left:
+                entries, parts = table.pack_P, self._get("parts", table.p_parts_numel)
+                compensate_project_triton(*operands, bucket.basis, launches.compensate_project, out=parts)
+            else:
+                entries, parts = table.pack_left, self._get("parts", table.q_parts_numel)
+                kernels = launches.compensate_backproject, launches.backproject
+                compensate_backproject_triton(*operands, bucket.P_hat, *kernels, out=parts)
+            pack_triton(entries, parts, G, self._finite, own=message.own, message=message.content)
+
+        self._repeat(f"compensate {message.left=}", launch, pending[:2], pending[2], growth)
         bucket.applied = None
 
     def _repeat(
@@ -265,12 +260,12 @@ class TritonBackend:
             self._launches.gram, launch, X=X, grams=grams, finite=self._finite, out=out,
         )  # fmt: skip
 
-    def _clear(self, *factors: Tensor | None) -> None:
-        """Set factors to zero if other workers of this node multiply some of their rows."""
+    def _clear(self, message: Message) -> None:
+        """Set a message and its factors to zero if other workers of this node multiply some of their rows."""
         if self.bucket.shared:
-            for factor in factors:
-                if factor is not None:
-                    factor.zero_()
+            message.content.zero_()
+            if message.own is not None:
+                message.own.zero_()
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return at least ``numel`` elements of scratch memory. The same name gives the same memory."""
