@@ -35,14 +35,14 @@ def squares_of(squares, matrix, panels, C: tl.constexpr):
 
 @triton.jit
 def panel_of_rows(
-    source, row, end, r, panel, transforms, first, passes, records, matrix, number,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    source, row, end, r, panel, transforms, first, passes, draws, C: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
     """(value, elements, mask) [BLOCK_ROWS, C]: rows of a panel, fp64, after transforms ``first`` to ``passes``.
 
     A transform puts random values in the place of dead columns, the same on all workers. The last one leaves them zero,
-    since no further pass would make them orthonormal.
+    since no further pass would make them orthonormal. They depend on ``draws``, (records, matrix, number).
     """
+    records, matrix, number = draws
     ranks = tl.arange(0, C)
     rows = row + tl.arange(0, BLOCK_ROWS)
     width = tl.minimum(r - panel * C, C)
@@ -72,16 +72,13 @@ def panel_of_rows(
 
 @triton.jit
 def inner_products(
-    source, X, start, end, r, panel, left, transforms, first, passes, records, matrix, number,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    source, X, start, end, r, panel, left, transforms, first, passes, draws, C: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
     """X_dᵀ A_c [C, C] of some rows, with d = left and c = panel; A_cᵀ A_c if they are the same."""
     ranks = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float64)
     for row in range(start, end, BLOCK_ROWS):
-        value, within, _ = panel_of_rows(
-            source, row, end, r, panel, transforms, first, passes, records, matrix, number, C, BLOCK_ROWS
-        )
+        value, within, _ = panel_of_rows(source, row, end, r, panel, transforms, first, passes, draws, C, BLOCK_ROWS)
         other = value
         if left < panel:
             # Finished panels are full.
@@ -110,10 +107,10 @@ def _inner_products_kernel(
     if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
     transforms, _, products = squares_of(squares, matrix, panels, C)
+    kept, draws = tl.maximum(attempt - 1, 0), (records, matrix, number)
     total = inner_products(
-        A + offset, X + offset, start, end, r, panel, left, transforms, tl.maximum(attempt - 1, 0), attempt,
-        records, matrix, number, C, BLOCK_ROWS,
-    )  # fmt: skip
+        A + offset, X + offset, start, end, r, panel, left, transforms, kept, attempt, draws, C, BLOCK_ROWS
+    )
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
     width = tl.minimum(r - panel * C, C)
@@ -150,6 +147,9 @@ def _gram_kernel(
     if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
     transforms, norms, products = squares_of(squares, matrix, panels, C)
+    A += offset
+    X += offset
+    draws = records, matrix, number
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
     passes = attempt
@@ -164,27 +164,24 @@ def _gram_kernel(
             if alone:
                 for left in range(panel):
                     product = inner_products(
-                        A + offset, X + offset, start, end, r, panel, left, transforms, kept, passes, records, matrix,
-                        number, C, BLOCK_ROWS,
-                    )  # fmt: skip
+                        A, X, start, end, r, panel, left, transforms, kept, passes, draws, C, BLOCK_ROWS
+                    )
                     tl.store(products + left * C * C + at, product, (ranks < width)[None, :])
                 tl.debug_barrier()
         gram = tl.zeros([C, C], tl.float64)
         for row in range(start, end, BLOCK_ROWS):
-            value, within, ok = panel_of_rows(
-                A + offset, row, end, r, panel, transforms, kept, passes, records, matrix, number, C, BLOCK_ROWS
-            )
+            value, within, ok = panel_of_rows(A, row, end, r, panel, transforms, kept, passes, draws, C, BLOCK_ROWS)
             if PROJECT:
                 value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
                 row_ok = (row + tl.arange(0, BLOCK_ROWS) < end)[:, None] & (ranks < C)[None, :]
                 for left in range(panel):
                     product = tl.load(products + left * C * C + at, (ranks < width)[None, :], 0.0)
                     product = tl.where(tl.abs(product) < float("inf"), product, 0.0)
-                    other = tl.load(X + offset + within - (panel - left) * C, row_ok, 0.0)
+                    other = tl.load(X + within - (panel - left) * C, row_ok, 0.0)
                     value -= tl.dot(other, product, out_dtype=tl.float64)
                 # A may be X: no thread stores before all have loaded.
                 tl.debug_barrier()
-                tl.store(X + offset + within, value, ok)
+                tl.store(X + within, value, ok)
             gram = tl.dot(tl.trans(value), value, gram, out_dtype=tl.float64)
         if not PROJECT:  # noqa: SIM102 — a constant, which decides what is compiled
             if renewed:

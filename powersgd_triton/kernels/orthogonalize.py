@@ -30,10 +30,10 @@ def _orthogonalize_kernel(
     transforms, _, _ = squares_of(squares, matrix, panels, C)
     passes = tl.load(progress + matrix * PROGRESS + PROGRESS_PASSES)
     # Of a panel after the first, X holds what all passes but the last one made.
-    kept = tl.where(panel > 0, passes - 1, 0)
+    kept, draws = tl.where(panel > 0, passes - 1, 0), (records, matrix, number)
     for row in range(start + tl.program_id(1) * BLOCK_ROWS, end, tl.num_programs(1) * BLOCK_ROWS):
         value, within, ok = panel_of_rows(
-            A + offset, row, end, r, panel, transforms, kept, passes, records, matrix, number, C, BLOCK_ROWS
+            A + offset, row, end, r, panel, transforms, kept, passes, draws, C, BLOCK_ROWS
         )
         # A may be X or out: no thread stores before all have loaded.
         tl.debug_barrier()
