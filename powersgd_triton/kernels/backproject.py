@@ -1,6 +1,7 @@
 """Q = Mᵀ P, in one pass over M; in the alternating algorithm also M ← G + growth · (M − P_prev Q_prevᵀ).
 
-A program holds the sums for some columns of M and walks down the rows.
+A program holds the sums for some columns of M and walks down the rows. What ``compensate_project.py`` says of its tiles
+and panels is so here too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,8 @@ def _backproject_kernel(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r], and M [n, m] in place. Grid: for each column tile, ``panels`` of C columns of the basis."""
-    # Programs of the same tile of M run at the same time, so that they read it from memory once.
     matrix, col, start, end, split = tables.tile_of(tiles, tl.program_id(0) // panels, BLOCK_COLS, 1)
     _, m, r = tables.matrix_sizes(records, matrix)
-    # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
@@ -72,7 +71,6 @@ def _walk_down_rows(
     ranks = tl.arange(0, C)
     rank_ok = panel + ranks < r
     col_ok = col + cols < m
-    # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
     left = rows[:, None] * r + ranks[None, :]  # [rows, C]
     left_t = ranks[:, None] + rows[None, :] * r  # [C, rows]
@@ -97,7 +95,6 @@ def _walk_down_rows(
                     value, P_prev + first * r, Q_prev, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
                 )
             value = add_gradient(value, gradient, scale, M + first * m + tile, ok)
-        # Q is the product with M in fp32, before M was rounded to its dtype.
         basis_tile = tl.load(basis + first * r + left_t, rank_ok[:, None] & row_ok[None, :], 0.0)
         total += multiply(basis_tile, value, PRECISION)
     tl.store(parts + right_t, total, rank_ok[:, None] & col_ok[None, :])
