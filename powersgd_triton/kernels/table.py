@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels import table_device as tables
-from powersgd_triton.kernels.availability import DTYPES, MAX_RANK
+from powersgd_triton.kernels.availability import DTYPES
 from powersgd_triton.kernels.configurations import is_captured, multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
@@ -100,7 +100,6 @@ class BucketTable:
         bypass: (elements, offset in the message of P, offset in that of Q) of each tensor that is not compressed.
         row_tile, column_tile: Rows and columns of a tile in ``row_tiles`` and ``column_tiles``, powers of two.
         counts: Number of matrices of each tensor. None for 1 each.
-        parts_of_larger: Whether the matrices are parts of larger ones, and may be smaller than the rank.
 
     Attributes:
         records, row_tiles, column_tiles, rollback: See the rows of ``table_device``.
@@ -120,13 +119,8 @@ class BucketTable:
         column_tile: tuple[int, int],
         device: torch.device,
         counts: Sequence[int] | None = None,
-        parts_of_larger: bool = False,
     ) -> None:
         for x in matrices:
-            if not 1 <= x.r <= (x.r if parts_of_larger else min(x.n, x.m)):
-                raise ValueError(f"rank must be from 1 to min(n, m); got {x.r} for {x.n} × {x.m}")
-            if x.r > MAX_RANK:
-                raise ValueError(f"rank must be at most {MAX_RANK}; got {x.r}")
             if x.m > MAX_COLUMNS or x.n >= 2**31:
                 raise ValueError(f"a matrix may have up to 2³¹ − 1 rows and {MAX_COLUMNS} columns; got {x.n} × {x.m}")
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device

@@ -50,7 +50,7 @@ class TritonBackend:
         offsets = layout.bypass_offsets(layout.p_numel), layout.bypass_offsets(layout.q_numel)
         bypass = list(zip(sizes, *offsets, strict=True))
 
-        def table(groups: Sequence[ShapeGroup], *, parts_of_larger: bool = False) -> tuple[BucketTable, list[str]]:
+        def table(groups: Sequence[ShapeGroup]) -> tuple[BucketTable, list[str]]:
             matrices = [
                 Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
                        group.q_offset + i * group.m * group.rank, key)
@@ -59,12 +59,12 @@ class TritonBackend:
             ]  # fmt: skip
             segments = [segment for group in groups for segment in group.segments]
             counts, names = [s.batch for s in segments], [s.name for s in (*segments, *layout.bypass)]
-            return BucketTable(matrices, bypass, *self._tiles, device, counts, parts_of_larger), names
+            return BucketTable(matrices, bypass, *self._tiles, device, counts), names
 
         # The whole matrices, and the rows that this worker multiplies.
         self._table, self._names = self._own, self._own_names = table(layout.groups)
         if bucket.shared:
-            self._own, self._own_names = table(bucket.own, parts_of_larger=True)
+            self._own, self._own_names = table(bucket.own)
         bucket.zeroed += [self._table.P.zeroed, self._table.Q.zeroed]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
@@ -182,7 +182,7 @@ class TritonBackend:
                 start, numel = places[name]
                 sizes[name] = [numel]
                 bypass.append((numel, of_P + start, of_Q + start))
-        return BucketTable(matrices, bypass, *self._tiles, self._device, parts_of_larger=True), sizes
+        return BucketTable(matrices, bypass, *self._tiles, self._device), sizes
 
     def _reconstruct(self, table: BucketTable, out: Sequence[Tensor], overflow: Tensor | None) -> None:
         bucket = self.bucket

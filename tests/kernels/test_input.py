@@ -40,17 +40,10 @@ def zeros(*sizes: int, device: torch.device = CPU, dtype: torch.dtype = torch.fl
 SMALL = Matrix(6, 4, 2, 0, 0, 1), Matrix(3, 5, 1, 12, 8, 2)
 
 
-def test_ranks_and_sizes_out_of_range_are_refused():
-    for n, m, r, match in (
-        *(
-            (n, m, r, rf"rank must be from 1 to min\(n, m\); got {r} for {n} × {m}")
-            for n, m, r in [(4, 3, 4), (3, 4, 4), (1, 9, 2), (5, 5, 0), (5, 5, -1), (0, 4, 1)]
-        ),
-        (300, 300, MAX_RANK + 1, "rank must be at most 256; got 257"),
-        *((n, m, 1, f"a matrix may have .* got {n} × {m}") for n, m in ((2**31, 2), (1, MAX_COLUMNS + 1))),
-    ):
-        with pytest.raises(ValueError, match=match):
-            table(SMALL[0], Matrix(n, m, r, 0, 0, 0))
+@pytest.mark.parametrize(("n", "m"), [(2**31, 2), (1, MAX_COLUMNS + 1)])
+def test_sizes_out_of_range_are_refused(n: int, m: int):
+    with pytest.raises(ValueError, match=f"a matrix may have .* got {n} × {m}"):
+        table(SMALL[0], Matrix(n, m, 1, 0, 0, 0))
 
 
 @pytest.mark.parametrize("arch", TABLES)
