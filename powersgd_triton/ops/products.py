@@ -97,16 +97,19 @@ def backproject(M: Sequence[Matrices], P: Sequence[Tensor], *, out: Sequence[Ten
 def reconstruct(
     factors: Sequence[tuple[Tensor, Tensor]], *, out: Sequence[Matrices], verdict: Tensor | None = None
 ) -> None:
-    """out = P Qᵀ for each pair of factors P, Q. ``verdict`` becomes 0 if an element is not finite."""
+    """out = P Qᵀ for each pair of factors P, Q.
+
+    ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
+    """
     stages = _Stages()
-    taken = [stages.reconstruct(P, Q, matrices) for (P, Q), matrices in zip(factors, out, strict=True)]
+    for (P, Q), matrices in zip(factors, out, strict=True):
+        if not stages.reconstruct(P, Q, matrices):
+            reconstruct_reference(P, Q, out=matrices)
     stages.run()
-    for (P, Q), matrices, done in zip(factors, out, taken, strict=True):
-        if not done:
-            reconstruct_reference(P, Q, out=matrices, verdict=verdict)
-        elif verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(matrices)):
-            for matrix in matrices:
-                note_overflow(matrix, verdict)
+    for (P, Q), matrices in zip(factors, out, strict=True):
+        if verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(matrices)):
+            for written in [matrices] if isinstance(matrices, Tensor) else matrices:
+                note_overflow(written, verdict)
 
 
 def subtract_product(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) -> None:

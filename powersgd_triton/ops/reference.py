@@ -15,7 +15,6 @@ from powersgd_triton.ops.blocks import (
     backproject,
     blocks,
     dtype_of,
-    dtypes_of,
     load,
     multiply,
     part,
@@ -107,13 +106,9 @@ def _collect(contribution: Tensor, rows: slice, total: Tensor) -> None:
         total.copy_(contribution.transpose(1, 2))
 
 
-def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
-    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m] in any float dtype, to which it is rounded once.
-
-    ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
-    """
+def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices) -> None:
+    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m] in any float dtype, to which it is rounded once."""
     Qt = Q.transpose(1, 2)
-    look = verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(out))
     for members, rows in blocks(out, P.dtype):
         left, right = part(P, members, rows), part(Qt, members)
         block = part(out, members, rows) if isinstance(out, Tensor) else None
@@ -126,8 +121,6 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
             # Zeros bring the block into the cache. The sum's bits do not depend on where it is computed.
             add_product(block.zero_(), left, right)
         store(block, out, members, rows)
-        if look and verdict is not None:
-            note_overflow(load(out, members, rows, dtype_of(out)), verdict)
 
 
 def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:

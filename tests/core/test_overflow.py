@@ -9,7 +9,8 @@ from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.compressor import Compressed
-from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
+from powersgd_triton.ops.products import reconstruct
+from powersgd_triton.ops.reference import may_overflow
 from tests.support.checks import everything, gradients, poisoned, step
 from tests.support.device import EMULATED, INTERPRETED
 from tests.support.held import gamma
@@ -119,13 +120,13 @@ def test_leave_error_keeps_a_gradient_whose_average_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_reference_finds_a_single_element(dtype: torch.dtype) -> None:
+def test_a_single_element_is_found(dtype: torch.dtype) -> None:
     for rank, (share, expected) in itertools.product((1, 3), ((0.99, 1.0), (1.01, 0.0))):
         P, Q = torch.zeros(2, 9, rank), torch.zeros(2, 7, rank)
         P[1, 8, rank - 1], Q[1, 6, rank - 1] = 4.0, torch.finfo(dtype).max / 4 * share
         out = list(torch.full((2, 9, 7), torch.nan, dtype=dtype))
         verdict = torch.ones(())
-        reconstruct_reference(P, Q, out=out, verdict=verdict)
+        reconstruct([(P, Q)], out=[out], verdict=verdict)
         assert float(verdict) == expected
         assert bool(torch.stack(out).isfinite().all()) == bool(expected)
 
