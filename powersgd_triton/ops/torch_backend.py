@@ -16,7 +16,7 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore, explores
 from powersgd_triton.ops.orthogonalize import random_directions
 from powersgd_triton.ops.products import compensate_backproject, compensate_project, reconstruct
-from powersgd_triton.ops.reference import Pending, may_overflow, maybe, note_overflow, on_host, rollback_reference
+from powersgd_triton.ops.reference import Pending, may_overflow, note_overflow, on_host, rollback_reference
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import TorchWire, Wire
 
@@ -141,9 +141,8 @@ class TorchBackend:
             self._product, self._average, self._means = [], [], []
             growth, applied = bucket.rescale(step), bucket.applied
             M = bucket.M or nothing
-            if bucket.product and applied is not None and maybe(applied):
-                known = on_host(applied) or applied
-                pending = [(P, Q, known) for P, Q in bucket.joined(bucket.product, own)]
+            if bucket.product and applied is not None:
+                pending = [(P, Q, applied) for P, Q in bucket.joined(bucket.product, own)]
         G = bucket.matrices(gradients, own) if first or bucket.M is None else bucket.M
         compensate: Callable[..., None] = compensate_backproject if left else compensate_project
         compensate(G, M, pending, bases, growth=growth, out=out)
