@@ -116,13 +116,12 @@ class TritonBackend:
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
         bucket, table, layout, config = self.bucket, self._table, self.bucket.layout, self.bucket.config
         projected = self._alternating and not products(config, step.iteration, 0)[1]
-        message, numel = (bucket.message_P, layout.p_numel) if projected else (bucket.message_Q, layout.q_numel)
         mean = self._means[projected]
         if projected:
-            factors, basis = table.P, bucket.P_hat
+            message, factors, basis = bucket.message_P, table.P, bucket.P_hat
             product, average = (bucket.P, bucket.basis), (mean, bucket.basis)
         else:
-            factors, basis = table.Q, bucket.basis
+            message, factors, basis = bucket.message_Q, table.Q, bucket.basis
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         number, verdict = step.number(self._device), step.verdict(self._device)
 
@@ -132,7 +131,7 @@ class TritonBackend:
                 G, workers = self._places[0], step.workers
                 pack_triton(bypass, message, G, self._finite, own=None, message=message, workers=workers)
             # This is needed without warm start too, because it detects non-finite values.
-            following = self._get("following", numel)
+            following = self._get("following", len(mean))
             self._orthogonalize(factors, mean, number, out=following)
             if explores(config, repetition):
                 parts, every = self._get("parts", explore_numel(table, self._rank)), config.explore_every
@@ -143,7 +142,7 @@ class TritonBackend:
             )  # fmt: skip
 
         self._repeat(f"commit {projected=}", launch, (step.workers,), number, verdict)
-        bypass_means = message[numel:] if self._alternating else bucket.message_P[layout.p_numel :]
+        bypass_means = message[len(mean) :] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
