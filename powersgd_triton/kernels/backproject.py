@@ -36,13 +36,13 @@ def _backproject_kernel(
     panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
-    P_at, Q_at = tables.factor_offsets(records, matrix)
+    P_at, Q_at, _, parts_at = tables.factor_offsets(records, matrix)
     G = tables.tensor_address(G_base, G_at, matrix)
     M = tables.tensor_address(M_base, M_at, matrix)
     P_prev += P_at
     basis += P_at + panel
     Q_prev += Q_at + tl.cast(col, tl.int64) * r
-    parts += tables.part_of_Q(records, matrix, split, col, r) + panel
+    parts += parts_at + (split.to(tl.int64) * m + col) * r + panel
     pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
     if tables.rows_are_aligned(G | M, m, VEC):

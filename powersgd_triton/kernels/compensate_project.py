@@ -77,13 +77,13 @@ def _compensate_project_kernel(
     if panel >= r:
         return
     first = row.to(tl.int64)
-    P_at, Q_at = tables.factor_offsets(records, matrix)
+    P_at, Q_at, parts_at, _ = tables.factor_offsets(records, matrix)
     G = tables.tensor_address(G_base, G_at, matrix)
     M = tables.tensor_address(M_base, M_at, matrix)
     P_hat += P_at + first * r
     Q += Q_at
     basis += Q_at
-    parts += tables.part_of_P(records, matrix, split, first, r)
+    parts += parts_at + (split.to(tl.int64) * n + first) * r
     pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
     if tables.rows_are_aligned(G | M, m, VEC):

@@ -48,7 +48,7 @@ def _reconstruct_kernel(
         return
     matrix, row, start, end, _ = tables.tile_of(tiles, program, 1, BLOCK_COLS)
     n, m, r = tables.matrix_sizes(records, matrix)
-    P_at, Q_at = tables.factor_offsets(records, matrix)
+    P_at, Q_at, _, _ = tables.factor_offsets(records, matrix)
     out = tables.tensor_address(out_base, out_at, matrix)
     P_hat += P_at + row.to(tl.int64) * r
     Q += Q_at

@@ -124,23 +124,10 @@ def matrix_sizes(records, matrix):
 
 @triton.jit
 def factor_offsets(records, matrix):
-    """(where the matrix's P starts, where its Q starts) among all factors, int64."""
+    """(where a matrix's P and Q start among all factors, where their first parts start in the workspace), int64."""
     record = records + matrix * MATRIX
-    return tl.load(record + MATRIX_P), tl.load(record + MATRIX_Q)
-
-
-@triton.jit
-def part_of_P(records, matrix, split, row, r):
-    """Where a row of a split's part of P [n, r] starts in the workspace, int64."""
-    record = records + matrix * MATRIX
-    return tl.load(record + MATRIX_P_PARTS) + (split * tl.load(record + MATRIX_N) + row) * r
-
-
-@triton.jit
-def part_of_Q(records, matrix, split, row, r):
-    """Where a row of a split's part of Q [m, r] starts in the workspace, int64."""
-    record = records + matrix * MATRIX
-    return tl.load(record + MATRIX_Q_PARTS) + (split * tl.load(record + MATRIX_M) + row) * r
+    P_parts, Q_parts = tl.load(record + MATRIX_P_PARTS), tl.load(record + MATRIX_Q_PARTS)
+    return tl.load(record + MATRIX_P), tl.load(record + MATRIX_Q), P_parts, Q_parts
 
 
 @triton.jit
