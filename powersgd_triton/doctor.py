@@ -6,7 +6,6 @@ import argparse
 import importlib
 import importlib.metadata
 import platform
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -62,7 +61,7 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     """Yield (name, version or problem, whether it is fine) for this package and its dependencies."""
     yield "powersgd_triton", powersgd_triton.__version__, True
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "python", python, sys.version_info >= (3, 10)
+    yield "python", python, True
     cuda = torch.version.cuda or torch.version.hip
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
     yield "numpy", *_imported("numpy", needed=True)
@@ -78,8 +77,8 @@ def versions() -> Iterator[tuple[str, str, bool]]:
 
 def distributed_backends() -> list[str]:
     """Return those that this build of torch.distributed supports."""
-    known = dist.Backend.backend_list if dist.is_available() else []
     # "undefined" is a placeholder, and "fake" sends nothing: torch's own tests use it.
+    known = dist.Backend.backend_list
     return [name for name in known if name not in ("undefined", "fake") and dist.is_backend_available(name)]
 
 

@@ -41,7 +41,7 @@ class Communicator:
         *,
         copies: frozenset[str] = frozenset(),
     ) -> None:
-        ready = dist.is_available() and dist.is_initialized()
+        ready = dist.is_initialized()
         # torch.distributed.new_group returns a number to workers that are not in the group.
         given: Any = group
         outside = isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER
@@ -66,19 +66,15 @@ class Communicator:
         self._formed_in: Any = None
 
     @property
-    def _ready(self) -> bool:
-        return self.group is not None or (dist.is_available() and dist.is_initialized())
-
-    @property
     def world_size(self) -> int:
         """Number of workers. Not cached: a program that lost a peer may set up a new default group."""
         # As torch's function would return, in a fiftieth of its time: this is asked several times a bucket.
-        group = dist.group.WORLD if self.group is None and dist.is_available() else self.group
+        group = dist.group.WORLD if self.group is None else self.group
         return 1 if group is None else group.size()
 
     @property
     def index(self) -> int:
-        return dist.get_rank(self.group) if self._ready else 0
+        return dist.get_rank(self.group) if self.world_size > 1 else 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -88,12 +84,12 @@ class Communicator:
     @property
     def global_index(self) -> int:
         """Index of this worker among all workers."""
-        return dist.get_rank() if self._ready else 0
+        return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def control(self) -> Control | None:
         """The group's control. All workers must call this at the same time if there is none yet."""
-        return control_of(self.group, new=True) if self._ready and self.world_size > 1 else None
+        return control_of(self.group, new=True) if self.world_size > 1 else None
 
     def _start(self, collective: Callable[..., dist.Work | None], tensor: Tensor, *args: Any, **options: Any) -> Work:
         """Start a collective, and count it. A host that waits for it hears of calls of other workers."""
