@@ -113,6 +113,6 @@ def counted(config: PowerSGDConfig) -> Scheme:
     """Return a scheme of factors that computes nothing."""
     if config.bypass is None:
         return Counted()
-    scheme = Mixed(config)
+    scheme = Mixed()
     scheme._factors = Counted()
     return scheme

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import torch
 
-from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import SPARSE, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.scheme import Average, Scheme, Task
 from powersgd_triton.ops.backends import select_backend
-from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.mixed import Mixed
-from powersgd_triton.schemes.quantized import Quantized
-
-
-class Configured(Scheme):
-    """Factors or quantized tensors, as the configuration in force asks for: ``compression="auto"`` may change it."""
-
-    def __init__(self, factors: Scheme) -> None:
-        self._factors, self._quantized = factors, Quantized()
-
-    def _of(self, task: Task) -> Scheme:
-        # The first ``start_iter`` steps of ``Compressor`` have layouts in which nothing is rounded.
-        return self._quantized if task.config.quantize and task.layout.rounds else self._factors
-
-    def prepare(self, task: Task) -> Any:
-        return self._of(task).prepare(task)
-
-    def average(self, task: Task) -> Generator[Work, None, Average]:
-        return self._of(task).average(task)
 
 
 def new_engine(
@@ -43,7 +22,7 @@ def new_engine(
     rounds: bool = False,
     **options: Any,
 ) -> Engine:
-    """Return an engine with the scheme that its configuration asks for. The other arguments are those of ``Engine``.
+    """Return an engine with the scheme of its configuration. The other arguments are those of ``Engine``.
 
     It averages gradients, or what ``rounds`` of local steps have changed. TypeError: ``config`` is not a configuration.
     ValueError: its budget is too small for the tensors, its backend cannot be used on the device, or its format not for
@@ -59,9 +38,7 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    factors = Mixed(config) if config.bypass else LowRank()
-    scheme = Configured(factors) if config.quantize or config.measures else factors
-    engine = Engine(scheme, config, communicator, tensors, device, **options)
+    engine = Engine(Mixed(), config, communicator, tensors, device, **options)
     # Exchanges of local steps are rare, and memory counts more.
     engine.residuals.whole.in_place, engine.plan.copies = rounds, communicator.copies
     return engine

@@ -1,36 +1,42 @@
-"""Factors of low rank for matrices, and the other tensors in few bits beside them."""
+"""Factors of low rank for matrices, whole tensors in few bits, or both: what the configuration in force asks for."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Generator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
-from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.quantized import Quantized
 
 
 class Mixed(Scheme):
-    """The scheme of ``PowerSGDConfig(bypass=…)``: what has no factors travels in few bits, in messages of its own.
+    """The scheme of a configuration, which ``compression="auto"`` may change.
 
-    These tensors are rounded stochastically. A step leaves nothing of them, and what is lost has the mean 0.
+    With ``PowerSGDConfig(bypass=…)``, what has no factors travels in few bits, in messages of its own. These tensors
+    are rounded stochastically. A step leaves nothing of them, and what is lost has the mean 0.
     """
 
-    def __init__(self, config: PowerSGDConfig) -> None:
-        self._factors, self._rest = LowRank(), Quantized()
-        self._config = PowerSGDConfig(quantize=config.bypass, seed=config.seed, backend=config.backend)
+    def __init__(self) -> None:
+        self._factors, self._quantized = LowRank(), Quantized()
 
-    def prepare(self, task: Task) -> Backend:
-        """Return the backend of the bucket, whose messages have no bypass tensors."""
-        return self._factors.prepare(task)
+    def prepare(self, task: Task) -> Any:
+        """Return the backend of the bucket's factors, or the memory of quantized messages."""
+        return (self._quantized if _is_quantized(task) else self._factors).prepare(task)
 
-    def average(self, task: Task) -> Generator[Work, None, Both]:
+    def average(self, task: Task) -> Generator[Work, None, Average]:
+        if _is_quantized(task):
+            return self._quantized.average(task)
+        return self._both(task) if task.config.bypass else self._factors.average(task)
+
+    def _both(self, task: Task) -> Generator[Work, None, Both]:
         layout, backend, parts = task.layout, task.memory, list[Average]()
         # Whole tensors too have errors left from the time when they had factors.
         gradients = task.residuals.whole.add_remaining(layout, task.gradients, task.step)
@@ -38,10 +44,21 @@ class Mixed(Scheme):
         if layout.compressed or layout.bypass:
             parts.append((yield from self._factors.average(task)))
         if layout.rounded.segments:
+            config = _config_of_rest(task.config.bypass, task.config.seed, task.config.backend)
             # All of it, also where workers need parts: it is small.
-            rest = dataclasses.replace(task, layout=layout.rounded, config=self._config, memory={}, ranges=None)
-            parts.append((yield from self._rest.average(rest)))
+            rest = dataclasses.replace(task, layout=layout.rounded, config=config, memory={}, ranges=None)
+            parts.append((yield from self._quantized.average(rest)))
         return Both(backend.bucket, tuple(parts))
+
+
+def _is_quantized(task: Task) -> bool:
+    # The first ``start_iter`` steps of ``Compressor`` have layouts in which nothing is rounded.
+    return task.config.quantize is not None and task.layout.rounds
+
+
+@functools.cache
+def _config_of_rest(quantize: str | None, seed: int, backend: str) -> PowerSGDConfig:
+    return PowerSGDConfig(quantize=quantize, seed=seed, backend=backend)
 
 
 @dataclasses.dataclass(frozen=True)
