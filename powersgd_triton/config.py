@@ -113,8 +113,7 @@ class PowerSGDConfig:
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
             False needs no memory. Quantization in 4 bits and more then rounds stochastically, so that averages are
             unbiased. Default: True, but False for gradients in "bf16", "fp8" and "int8".
-        warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
-            the paper).
+        warm_start: Start each step from the last step's Q. Otherwise, from a new random Q (section 3 of the paper).
         explore_every: Steps after which one column of a warm-started basis is replaced by a direction that the basis
             does not see. Otherwise, a gradient that noise hides from the basis may never be sent (arXiv:2509.11254).
             0 never explores, as in the paper. It needs error feedback and the standard algorithm.
@@ -135,9 +134,8 @@ class PowerSGDConfig:
             gradients). bf16 halves its memory.
         seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
         batch_by_shape: Use batched operations for matrices of equal shape. Results change by rounding only.
-        check_every: Steps after which workers compare configuration, step and factors, and raise a
-            ``DisagreementError`` if they differ. The host then waits for the device. 0 compares only before the first
-            step.
+        check_every: Steps after which workers compare configuration, step and factors: ``DisagreementError`` if they
+            differ. The host then waits for the device. 0 compares only before the first step.
         backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it.
         codes: The older name of ``quantize``.
 
@@ -218,31 +216,25 @@ class PowerSGDConfig:
                 kinds = f"{'None or ' * (None in values)}one of {', '.join(filter(None, values))}"
                 raise ValueError(f"{name} must be {kinds}; got {value!r}")
             self._set(name, value and str(value))
-        if self.quantize == SPARSE:
-            self._check_sparse()
         for name in NOT_WITH_QUANTIZE if self.quantize is not None else ():
             if getattr(self, name) is not None and (name, self.quantize) != ("compression", SPARSE):
-                raise ValueError(
-                    f"quantize sends whole tensors, so {name} has no use beside it; got quantize={self.quantize!r} and "
-                    f"{name}={getattr(self, name)!r}"
-                )
-
-    def _check_sparse(self) -> None:
-        budget: Any = 50.0 if self.compression is None else self.compression
-        budget = _number("compression", budget, 16)
-        if budget > MOST_SPARSE or self.error_feedback is False:
-            needed = f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True"
-            raise ValueError(f"{needed}; got compression={budget}, error_feedback={self.error_feedback}")
-        self._set("compression", budget)
+                got = f"quantize={self.quantize!r} and {name}={getattr(self, name)!r}"
+                raise ValueError(f"quantize sends whole tensors, so {name} has no use beside it; got {got}")
 
     def _check_rank(self) -> None:
+        sparse = self.quantize == SPARSE
+        budget: Any = 50.0 if sparse and self.compression is None else self.compression
+        if budget is not None:
+            least, kind = (16, "a number") if sparse else (1, f"a number or {AUTO!r}")
+            budget = AUTO if budget == AUTO and not sparse else _number("compression", budget, least, kind)
+            self._set("compression", budget)
+        if sparse and (budget > MOST_SPARSE or self.error_feedback is False):
+            needed = f"quantize='sparse' needs compression up to {MOST_SPARSE} and error_feedback=True"
+            raise ValueError(f"{needed}; got compression={budget}, error_feedback={self.error_feedback}")
         given = [name for name in ("rank", "compression", "bytes_per_step") if getattr(self, name) is not None]
         if len(given) > 1:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
-        if (budget := self.compression) is not None:
-            kind = f"a number or {AUTO!r}"
-            self._set("compression", AUTO if budget == AUTO else _number("compression", budget, 1, kind))
         for name in ("bytes_per_step", "max_rank"):
             if getattr(self, name) is not None:
                 self._set(name, whole_number(name, getattr(self, name), 1))
@@ -283,8 +275,7 @@ class PowerSGDConfig:
         """Build a configuration from a JSON section.
 
         Raises:
-            TypeError, ValueError: A value has the wrong type or is out of range, or a key is not a field. The message
-                then names the nearest one.
+            TypeError, ValueError: As above, or a key is not a field. The message then names the nearest one.
         """
         fields = [*(field.name for field in dataclasses.fields(cls)), "codes"]
         for key in section:
