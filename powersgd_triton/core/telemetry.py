@@ -120,7 +120,7 @@ class Telemetry(Listener):
 
     def watch(self, task: Task) -> Task:
         if self._open is not None:
-            self._open.note(task.step.verdict(task.device))
+            self._open.verdict = task.step.verdict(task.device)
 
         def after(stage: str, *arguments: Any) -> None:
             if stage == clock.COMMIT and arguments[-1] == task.config.iterations - 1:
@@ -183,15 +183,12 @@ class _MeasuredStep:
         self._marks: list[tuple[str | None, clock.Stamp]] = [(None, clock.now(device))]
         # For each bucket: {name: rank}, and [‖M‖², ‖E‖²] of each.
         self._squares: list[tuple[dict[str, int], HostCopy]] = []
-        self._verdict: Tensor | None = None
+        # Says whether the step counts. It is read at the end of the step: a later bucket may change it.
+        self.verdict: Tensor | None = None
         self._applied: HostCopy | None = None
 
     def mark(self, phase: str | None) -> None:
         self._marks.append((phase, clock.now(self._device)))
-
-    def note(self, verdict: Tensor) -> None:
-        """Note what says whether the step counts. It is read at the end of the step: a later bucket may change it."""
-        self._verdict = verdict
 
     def add(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Measure a bucket. On two levels: this worker's rows of the node's sum."""
@@ -211,8 +208,8 @@ class _MeasuredStep:
     def end(self, step: int, sent: int) -> None:
         """Note what is known at the end of the step."""
         self._step, self._sent = step, sent - self._sent
-        if self._verdict is not None:
-            self._applied = HostCopy(self._verdict)
+        if self.verdict is not None:
+            self._applied = HostCopy(self.verdict)
 
     @property
     def ready(self) -> bool:

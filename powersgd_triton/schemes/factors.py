@@ -21,6 +21,8 @@ from powersgd_triton.ops.blocks import together
 from powersgd_triton.ops.bucket import Bucket, error_dtype
 from powersgd_triton.ops.step import Step
 
+_log_once = functools.cache(logger.info)
+
 
 def new_backend(task: Task, workspace: Workspace) -> Backend:
     """Return a backend for a bucket, with the error buffers that are known of its matrices.
@@ -41,7 +43,7 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
     device = task.device
     rank = max((group.rank for group in layout.groups), default=1)
     name, reason = select_backend(config, device, dtypes, rank)
-    _log_choice(name, reason)
+    _log_once("PowerSGD backend: %s (%s)", name, reason)
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     partition = RowPartition.build(layout, workers)
     errors = None
@@ -49,12 +51,6 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
         errors = _error_buffers(residuals, partition, worker, error_dtype(config, dtype), device)
     bucket = Bucket(layout, dtype, device, config, errors, partition, worker)
     return make_backend(name, bucket, workspace)
-
-
-@functools.cache
-def _log_choice(name: str, reason: str) -> None:
-    """Log each choice once."""
-    logger.info("PowerSGD backend: %s (%s)", name, reason)
 
 
 def _error_buffers(
