@@ -124,7 +124,7 @@ class LocalSteps(Handle):
             self._outer = OuterState(local, outer, engine, device, optimizer)
             own = {"every": first, "delay": delay, "keep": keep and float(keep), **common_facts(chosen, 0)}
             own["states"] = optimizer is not None
-            replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
+            replicated = {**replicated_facts(local.shapes, engine.plan), **self._outer.check()}
             return engine, {**own, **self._outer.settings()}, replicated
 
         device = next((tensor.device for _, tensor in local.tensors()), torch.device("cpu"))

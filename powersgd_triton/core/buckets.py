@@ -117,7 +117,7 @@ class Buckets:
         def introduce() -> tuple[Layout, Facts, Facts]:
             layout = Layout.build(shapes(), self._plan.config, compress=compress)
             if not first:
-                return layout, {}, replicated_facts(self._plan.config, layout.shapes, self._plan)
+                return layout, {}, replicated_facts(layout.shapes, self._plan)
             self._plan.connect(self.communicator.world_size)
             if self.communicator.world_size > 1:
                 check_groups(self.communicator.group, self.communicator.node_group)
@@ -233,7 +233,7 @@ class Buckets:
         levels = node_group if node_group in (None, AUTO) else "given"
         common = {**common_facts(self._plan.config, self._step.iteration), "node_group": levels}
         common["a loss scale is attached"] = self._step.loss_scale is not None
-        return common, replicated_facts(self._plan.config, tensors, self._plan)
+        return common, replicated_facts(tensors, self._plan)
 
     def _form_nodes(self, device: torch.device) -> None:
         """Find the nodes, and check that groups that were given fit together on all workers. Collective."""

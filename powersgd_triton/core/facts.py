@@ -22,11 +22,12 @@ def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
     return {**facts, **{f"config.{field}": value for field, value in config.to_dict().items()}}
 
 
-def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
+def replicated_facts(tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
     """Return shapes, their order and chosen ranks, equal on replicas. Tensor-parallel workers may have other sizes."""
     facts: dict[str, Any] = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
     facts["tensors in order"] = [*tensors]
-    ranks, found = plan.ranks, sizes(tensors, config) if callable(config.rank) or config.matrices else {}
+    config, ranks = plan.config, plan.ranks
+    found = sizes(tensors, config) if callable(config.rank) or config.matrices else {}
     if callable(config.rank):
         ranks = {name: size.rank for name, size in found.items()}
     if config.matrices:
