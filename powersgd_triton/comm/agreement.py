@@ -188,9 +188,7 @@ def _difference(
         return None
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
     if failures:
-        said = "; ".join(
-            f"{found[worker][CALL]} failed on worker {worker}: {why}" for worker, (_, why) in failures.items()
-        )
+        said = "; ".join(f"{found[each][CALL]} failed on worker {each}: {why}" for each, (_, why) in failures.items())
         return ValueError(said) if all(refused for refused, _ in failures.values()) else DisagreementError(said)
     ((usual, _),) = collections.Counter(texts.values()).most_common(1)
     model, expected = next((worker, found[worker]) for worker, text in texts.items() if text == usual)

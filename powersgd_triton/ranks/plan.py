@@ -22,10 +22,7 @@ from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
 Spectra = dict[str, Spectrum]
-CHOICES = (
-    *({"max_rank"}, {"compression"}, {"compression", "wire_dtype"}),
-    *({"quantize"}, {"quantize", "error_feedback"}),
-)
+CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"}, {"quantize"}, {"quantize", "error_feedback"})
 """The fields that are settled together."""
 
 
