@@ -20,11 +20,10 @@ from powersgd_triton.planning import bucket_caps, command
 from powersgd_triton.planning.cost import FORMATS, ComputeTime, Job, Network, predicted_compute
 from powersgd_triton.planning.models import MODELS
 from powersgd_triton.planning.trial import sample, time_compute
+from tests.support.checks import CPU
 from tests.support.distributed import on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import slow
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
