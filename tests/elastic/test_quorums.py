@@ -28,7 +28,7 @@ def test_two_workers_do_not_hear_of_a_step_and_another_one_is_killed(name: str):
     door, config, collectives = table.CONFIGS[name]
     # The others wait for the second one in the next collective.
     faults = Fault(2, 2, collectives, "deaf"), Fault(1, 4, 1, "deaf"), Fault(0, 6, collectives, "inside")
-    check(run(Scenario(config, door, faults, steps=8, heartbeat=0.5, timeout=TIMEOUT)), faults=3, split=1)
+    check(run(Scenario(config, door, faults, steps=8, heartbeat=2.0, timeout=TIMEOUT)), faults=3, split=1)
 
 
 @pytest.mark.slow

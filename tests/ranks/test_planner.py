@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
@@ -121,6 +121,7 @@ widths = st.sampled_from(["fp32", "bf16", "fp16", "int8", "int4"])
 
 
 @given(models, widths, st.floats(1, 60), st.sampled_from(["standard", "alternating"]), st.data())
+@settings(deadline=None)
 def test_any_plan_keeps_to_the_budget_and_uses_it(
     model: dict[str, tuple[int, ...]], width: str | None, compression: float, algorithm: str, data: st.DataObject
 ):
