@@ -201,9 +201,11 @@ class OuterState:
             self._apart = {name: tensor.clone() for name, tensor in self.local.tensors()}, dict(self._starts)
             self.write(self.theta().items())
         elif not theta and self._apart is not None:
-            (own, starts), self._apart = self._apart, None
-            self.write(own.items())
-            self._starts = starts
+            own, starts = self._apart
+            for name, tensor in self.local.tensors():
+                tensor.copy_(own[name])
+            self.local.refresh()
+            self._starts, self._apart = starts, None
 
     def has_begun(self) -> bool:
         """Return whether this worker's own parameters differ from θ."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -98,38 +98,48 @@ class PendingExchange:
             self.take_back()
         return finish
 
-    def apply(self, errors: Tensors, keep: float) -> None:
+    def apply(self, errors: Callable[[], Tensors], keep: float) -> None:
         """Update θ by what has arrived. Go on from θ − ``keep`` · {name: E}, with the changes since the exchange began.
 
-        The parameters as it began are overwritten. Call it again if the outer optimizer raises an exception.
+        The parameters as it began are overwritten. If it raises an exception, as the outer optimizer may, call it again
+        after the next step, whose changes are not lost. What was added to θ is not added again.
         """
-        outer, begun, theta = self._outer, self.begun, self._outer.theta()
-        if self._averages:
-            padded = any(theta[name].shape != gradient.shape for name, gradient in self.gradients.items())
-            # A mean that is only to be added need not be in memory.
-            rate, gradients = None if padded else outer.rate(), {}
-            if rate is None:
-                gradients = outer.local.memory({name: theta[name] for name in self.gradients}, outer.device)
-            with on_streams(self._engine):
-                for average, names in self._averages:
-                    if rate is None:
-                        average.reconstruct({name: gradients[name] for name in names}, None)
-                    else:
-                        average.add_to({name: theta[name] for name in names}, -rate)
-                self._averages.clear()
-            self.gradients = gradients
-        for name, mean in self.gradients.items():
-            parameter = outer.shared[name]
-            parameter.grad = unpadded(mean, parameter).to(parameter.device)
+        outer, begun = self._outer, self.begun
         try:
-            outer.optimizer.step()
+            kept = errors()
+            self._update()
         except BaseException:
             begun |= {} if begun else outer.begin(self.finite)[2]
             raise
-        outer.optimizer.zero_grad()
-        own = outer.local.tensors()
-        parameters = {name: (tensor, theta[name], begun.get(name), errors.get(name)) for name, tensor in own}
+        own, theta = outer.local.tensors(), outer.theta()
+        parameters = {name: (tensor, theta[name], begun.get(name), kept.get(name)) for name, tensor in own}
         outer.write(go_on(parameters, keep))
+
+    def _update(self) -> None:
+        """Update θ by what has arrived."""
+        outer, theta = self._outer, self._outer.theta()
+        padded = any(theta[name].shape != gradient.shape for name, gradient in self.gradients.items())
+        rate = None if padded or not self._averages else outer.rate()
+        with on_streams(self._engine):
+            if rate is not None:
+                # A mean that is only to be added need not be in memory.
+                self.gradients = {}
+                while self._averages:
+                    average, names = self._averages[0]
+                    average.add_to({name: theta[name] for name in names}, -rate)
+                    del self._averages[0]
+            elif self._averages:
+                gradients = outer.local.memory({name: theta[name] for name in self.gradients}, outer.device)
+                for average, names in self._averages:
+                    average.reconstruct({name: gradients[name] for name in names}, None)
+                self.gradients = gradients
+                self._averages.clear()
+        for name, mean in self.gradients.items():
+            parameter = outer.shared[name]
+            parameter.grad = unpadded(mean, parameter).to(parameter.device)
+        outer.optimizer.step()
+        outer.optimizer.zero_grad()
+        self.gradients = {}
 
     def take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""

@@ -119,9 +119,8 @@ class Rounds:
     def _end(self, pending: PendingExchange) -> None:
         """Use what has arrived, or let the next exchange send these changes too."""
         if pending.counts:
-            kept = self.errors(copy=False) if self.keep else {}
-            pending.apply(kept, self.keep)
-            if kept:
+            pending.apply(lambda: self.errors(copy=False) if self.keep else {}, self.keep)
+            if self.keep:
                 forget(self._engine)
             self._undo.begin()
         else:
