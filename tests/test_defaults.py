@@ -17,6 +17,7 @@ from tests.support.checks import gradients, same_bits
 from tests.support.distributed import folder, on_workers
 from tests.support.local_steps import model
 from tests.support.sharded_training import Net, mesh_of, sharded, train
+from tests.support.thinned import slow
 
 DEFAULTS = (torch.bfloat16, "cpu"), (torch.float16, "meta"), (torch.float64, "meta")
 """A tensor on the device "meta" has no values, so that using it fails."""
@@ -50,7 +51,7 @@ def check_any(run: Callable[[], dict[str, Tensor]], device: str | None = None) -
     return expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])], ids=str)
 @on_workers(2, 3)
 def test_compressor(worker: int, world_size: int, dtype: torch.dtype) -> None:
     """With a loss scale that 16 bits do not hold."""
