@@ -38,13 +38,8 @@ class PendingExchange:
     def __init__(
         self, outer: OuterState, undo: Undo, delay: int, meeting: Generator[Any, None, Any], *, refused: bool
     ) -> None:
-        self._engine, self._undo, self._outer, self._meeting, self._refused = (
-            outer.engine,
-            undo,
-            outer,
-            meeting,
-            refused,
-        )
+        self._engine, self._outer, self._undo = outer.engine, outer, undo
+        self._meeting, self._refused = meeting, refused
         self.begun: Tensors = {}
         if refused:
             self.gradients, self.finite = outer.no_gradients(), torch.ones((), dtype=torch.bool, device=outer.device)

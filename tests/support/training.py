@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -237,3 +239,17 @@ def complaint(attempt: Callable[..., Any], *args: Any, **options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+@contextlib.contextmanager
+def without_memory(owner: Any, name: str, call: int) -> Iterator[None]:
+    """Let one call of a function, counted from 0, find no memory before it does anything."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def lacks(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("no memory is left")
+        return original(*arguments, **options)
+
+    with mock.patch.object(owner, name, lacks):
+        yield

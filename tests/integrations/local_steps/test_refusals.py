@@ -18,10 +18,13 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm import communicator
 from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
+from powersgd_triton.integrations.local_steps.rounds import Rounds
+from powersgd_triton.schemes.quantized import QuantizedAverage
 from tests.support.distributed import make_test, named, on_workers
 from tests.support.local_steps import LOST, TERNARY, InFSDP2, Net, Training, flat, mean, model, owed, same_bits, theta
-from tests.support.training import complaint
+from tests.support.training import complaint, without_memory
 
 EVERY = 4
 
@@ -157,6 +160,30 @@ def takes_in_later(worker: int, _world_size: int) -> None:
         assert len(training.sync.outer.param_groups[0]["params"]) == len(training.sync.shared())
 
 
+def goes_on_without_memory(worker: int, _world_size: int) -> None:
+    """One worker has no memory to use what has arrived, or to leave θ. The next step tries again; nothing is lost."""
+    cases: list[tuple[type, str, int, dict[str, Any]]] = [
+        # The second of the fragments, of which each is added to θ; all means; the errors that stay in the parameters.
+        (QuantizedAverage, "add_to", 1, {"delay": 3}),
+        (LocalTensors, "memory", 2, {"outer": lambda p: torch.optim.SGD(p, lr=torch.tensor(1.0))}),
+        (Rounds, "errors", 0, {"config": "rank", "keep": 1.0}),
+    ]
+    for owner, name, call, options in cases:
+        training = Training(worker, every=EVERY, **options)
+        training.train(EVERY - 1 + options.get("delay", 0))
+        said = complaint(training.train, 1, None if worker else without_memory(owner, name, call))
+        assert ("no memory" in said) == (worker == 0), (name, said)
+        training.train(EVERY)
+        training.finish()
+    training = Training(worker, net=model(worker).bfloat16())
+    training.train(1)
+    own = training.flat()
+    with contextlib.ExitStack() as left_last, training.sync.shared_parameters():
+        # Numbers of 16 bits and their rounding errors: nothing of this may be computed when the block is left.
+        left_last.enter_context(without_memory(OuterState, "write", 0))
+    assert torch.equal(training.flat(), own)
+
+
 def one_is_alone(worker: int, _world_size: int) -> None:
     """One worker saves while the other one's exchange is under way: both hear of it, and of what to do."""
     training = Training(worker, every=EVERY, delay=1, group=dist.new_group())
@@ -167,7 +194,7 @@ def one_is_alone(worker: int, _world_size: int) -> None:
 
 
 LATER = {f"refuses_later-{delay}": functools.partial(refuses_later, delay=delay) for delay in (0, 1)}
-CASES = [refuses, refuses_between_fragments, fails_alone, takes_in_later, one_is_alone]
+CASES = [refuses, refuses_between_fragments, fails_alone, takes_in_later, goes_on_without_memory, one_is_alone]
 test_two_workers = make_test({**named(CASES), **LATER}, 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors
-from powersgd_triton.integrations.local_steps.outer_state import OuterState
-from powersgd_triton.integrations.local_steps.rounds import Rounds
 from powersgd_triton.ops.step import HostCopy
 from powersgd_triton.schemes.quantized import QuantizedAverage
 from tests.support.distributed import make_test
@@ -208,43 +204,6 @@ def tries_again(worker: int, _world_size: int) -> None:
         training.finish()
 
 
-def goes_on_without_memory(worker: int, _world_size: int) -> None:
-    """One worker has no memory to use what has arrived, or to leave θ. The next step tries again; nothing is lost."""
-
-    def failing(owner: type, name: str, call: int) -> Any:
-        original, calls = getattr(owner, name), itertools.count(1)
-
-        def fail(*arguments: Any, **options: Any) -> Any:
-            if next(calls) == call:
-                raise torch.OutOfMemoryError("no memory")
-            return original(*arguments, **options)
-
-        return mock.patch.object(owner, name, fail) if worker == 0 else None
-
-    cases: list[tuple[type, str, int, dict[str, Any]]] = [
-        # The second of the fragments, of which each is added to θ; all means; the errors that stay in the parameters.
-        (QuantizedAverage, "add_to", 2, {"delay": 3}),
-        (LocalTensors, "memory", 3, {"outer": lambda p: torch.optim.SGD(p, lr=torch.tensor(1.0))}),
-        (Rounds, "errors", 1, {"config": "rank", "keep": 1.0}),
-    ]
-    for owner, name, call, options in cases:
-        training = Training(worker, every=EVERY, **options)
-        training.train(EVERY - 1 + options.get("delay", 0))
-        said = complaint(training.train, 1, failing(owner, name, call))
-        assert ("no memory" in said) == (worker == 0), (name, said)
-        training.train(EVERY)
-        training.finish()
-    training = Training(worker, net=model(worker).bfloat16())
-    training.train(1)
-    own = training.flat()
-    with training.sync.shared_parameters():
-        # Numbers of 16 bits and their rounding errors: nothing of this may be computed when the block is left.
-        lacks = mock.patch.object(OuterState, "write", side_effect=torch.OutOfMemoryError("no memory"))
-        lacks.start()
-    lacks.stop()
-    assert torch.equal(training.flat(), own)
-
-
 def finishes_after_other_numbers_of_steps(worker: int, world_size: int) -> None:
     """Messages of the exchange under way come before what decides about it, wherever a worker is in its delay."""
     config = "rank" if world_size == 2 else "ternary"
@@ -307,10 +266,7 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
 
 
 ANY_NUMBER = [equals_diloco, adds_averages_to_theta, averages_states, reads_once, finishes_after_other_numbers_of_steps]
-MORE = [
-    *(takes_rounds_that_grow, takes_in_what_trains_later, tries_again, goes_on_without_memory),
-    *(keeps_what_is_not_sent, keeps_no_errors_apart),
-]
+MORE = [takes_rounds_that_grow, takes_in_what_trains_later, tries_again, keeps_what_is_not_sent, keeps_no_errors_apart]
 test_two_workers = make_test(ANY_NUMBER + MORE, 2)
 test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
 

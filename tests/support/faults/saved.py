@@ -2,12 +2,10 @@
 
 import contextlib
 import datetime
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import factors
 from tests.support.checks import same_bits
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
-from tests.support.training import complaint
+from tests.support.training import complaint, without_memory
 
 
 def resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
@@ -232,16 +230,10 @@ def no_memory(trainer: Trainer, folder: Path) -> None:
 
 
 def _without_memory(trainer: Trainer, name: str, call: int) -> None:
-    victim, original, calls = _victim(trainer), getattr(factors, name), itertools.count()
-
-    def failing(*args: Any) -> Any:
-        if next(calls) == call and victim:
-            raise torch.OutOfMemoryError("no memory is left")
-        return original(*args)
-
+    victim = _victim(trainer)
     trainer.wrap(trainer.dice.choice([cap for cap in CAPS if cap != trainer.setting.cap]))
     given = trainer.gradients()
-    with mock.patch.object(factors, name, failing):
+    with without_memory(factors, name, call) if victim else contextlib.nullcontext():
         said = trainer.interrupted(given, torch.OutOfMemoryError, DisagreementError)
     own = "OutOfMemoryError: no memory is left"
     _check_said(
