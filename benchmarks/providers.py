@@ -15,9 +15,7 @@ Step = Callable[[FilledBucket], Any]
 
 
 def ours(rank: int, backend: str = "auto") -> Step:
-    state = ddp.PowerSGDState(
-        None, rank, start_powerSGD_iter=0, batch_tensors_with_same_shape=True, backend=backend
-    )  # fmt: skip
+    state = ddp.PowerSGDState(None, rank, start_powerSGD_iter=0, backend=backend)
     return lambda bucket: ddp.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
 
 

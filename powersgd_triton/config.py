@@ -133,7 +133,7 @@ class PowerSGDConfig:
         error_dtype: Dtype of the error buffer between steps, as a torch.dtype or its name. Default: fp32 (fp64 for fp64
             gradients). bf16 halves its memory.
         seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
-        batch_by_shape: Use batched operations for matrices of equal shape. Results change by rounding only.
+        batch_by_shape: Without effect. Operations on matrices of equal shape are always batched, which takes no memory.
         check_every: Steps after which workers compare configuration, step and factors: ``DisagreementError`` if they
             differ. The host then waits for the device. 0 compares only before the first step.
         backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it.

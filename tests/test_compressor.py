@@ -73,7 +73,7 @@ def test_seed_decides_the_first_basis_and_without_warm_start_the_next_ones():
 
 def test_a_matrix_does_not_depend_on_its_company():
     """State goes by name: alone, in another order or place, a tensor gets the same basis and the same result."""
-    config = everything(batch_by_shape=False)
+    config = everything()
     together, turned = Compressor(config, SHAPES), Compressor(config, dict(reversed(SHAPES.items())))
     alone = Compressor(config, {"conv": SHAPES["conv"]})
     for seed in range(4):
@@ -83,9 +83,8 @@ def test_a_matrix_does_not_depend_on_its_company():
         assert torch.equal(step(alone, {"conv": now["conv"]})["conv"], expected["conv"])
 
 
-@pytest.mark.parametrize("batch", [True, False])
-def test_factors_are_orthonormal_and_views_of_memory_that_stays(batch: bool):
-    compressor = Compressor(everything(batch_by_shape=batch), SHAPES)
+def test_factors_are_orthonormal_and_views_of_memory_that_stays():
+    compressor = Compressor(everything(), SHAPES)
     places = []
     for seed in range(3):
         compressed = compressor.compress(gradients(seed))

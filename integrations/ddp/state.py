@@ -44,7 +44,7 @@ class PowerSGDState(Handle):
         min_compression_rate, use_error_feedback, warm_start, orthogonalization_epsilon: See ``PowerSGDConfig``.
         random_seed: Seed of the first Q and of replacement directions.
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
-        batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
+        batch_tensors_with_same_shape: Without effect. Tensors of the same shape are always batched, without copies.
         module: The model, whose parameter names key the state. Give the DistributedDataParallel model itself if it has
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
             used: that of the first wrapper, so make a new state for a new one. Without ``module=``, parameters are

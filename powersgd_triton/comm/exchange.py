@@ -23,6 +23,8 @@ Collectives = Iterator[Work]
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
 SMALL_PART = 4096
 """Bytes of a worker's part of a message up to which latency decides, so that buckets are joined."""
+JOINED = 32768
+"""Bytes of a message up to which buckets are joined, however few workers there are: each takes time of the host."""
 SMALL = 8192
 """Bytes of a message up to which latency decides, so that one all-reduce takes less time than an exchange."""
 
@@ -30,7 +32,8 @@ SMALL = 8192
 def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
     """Return whether a bucket waits for the step's next one: the time of small messages is mostly latency."""
     messages = 2 * factors_sent(config)
-    return workers > 1 and 4 * layout.sent_numel(config, config.start_iter) / messages < SMALL_PART * workers
+    size = 4 * layout.sent_numel(config, config.start_iter) / messages
+    return workers > 1 and size < max(SMALL_PART * workers, JOINED)
 
 
 def exchange_of(size: float, config: PowerSGDConfig, workers: int) -> str:

@@ -63,12 +63,11 @@ class Layout:
     """Tensors in the order of a flat buffer, and the offsets of their factors.
 
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
-    one of them, followed by the bypass tensors. With ``batch_by_shape``, matrices of equal shape are one group. If it
-    ``rounds`` the tensors without factors, they are not in these messages: they are ``rounded`` and not ``bypass``.
+    one of them, followed by the bypass tensors. Matrices of equal shape are one group. If it ``rounds`` the tensors
+    without factors, they are not in these messages: they are ``rounded`` and not ``bypass``.
     """
 
     segments: tuple[Segment, ...]
-    batch_by_shape: bool = True
     rounds: bool = False
 
     @classmethod
@@ -77,13 +76,13 @@ class Layout:
         # A user's functions, which may fail on one worker, are called only for what is compressed.
         found = sizes(shapes, config) if compress else {n: Size(1, math.prod(shape)) for n, shape in shapes.items()}
         segments = [Segment(name, tuple(shapes[name]), 0, *size) for name, size in found.items()]
-        return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.whole_format is not None)
+        return cls(_contiguous(segments), rounds=compress and config.whole_format is not None)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
         """Lay out the tensors of several layouts one after the other."""
         segments = [segment for layout in layouts for segment in layout.segments]
-        return cls(_contiguous(segments), layouts[0].batch_by_shape, layouts[0].rounds)
+        return cls(_contiguous(segments), layouts[0].rounds)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
@@ -110,15 +109,14 @@ class Layout:
     def rounded(self) -> Layout:
         """The tensors without factors if they are quantized; see ``PowerSGDConfig.whole_format``."""
         found = [segment for segment in self.segments if self.rounds and not segment.rank]
-        return Layout(_contiguous(found), self.batch_by_shape)
+        return Layout(_contiguous(found))
 
     @functools.cached_property
     def groups(self) -> tuple[ShapeGroup, ...]:
-        """Compressed matrices grouped by shape and rank, in order of appearance; one each without batch_by_shape."""
+        """Compressed matrices grouped by shape and rank, in order of appearance."""
         members: dict[tuple[int, ...], list[Segment]] = {}
-        for position, segment in enumerate(self.compressed):
-            key = (segment.n, segment.m, segment.rank) if self.batch_by_shape else (position,)
-            members.setdefault(key, []).append(segment)
+        for segment in self.compressed:
+            members.setdefault((segment.n, segment.m, segment.rank), []).append(segment)
         groups, p_offset, q_offset = list[ShapeGroup](), 0, 0
         for segments in members.values():
             n, m, rank = segments[0].n, segments[0].m, segments[0].rank

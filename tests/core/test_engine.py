@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import waits
 from powersgd_triton.core import buckets
 from powersgd_triton.core.buckets import BucketState, Part
 from powersgd_triton.core.engine import Engine
@@ -20,6 +21,7 @@ from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import CPU, MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
+from tests.support.exchanges import latency_decides
 
 SHAPES = dict.fromkeys("abc", (12, 10))
 
@@ -175,6 +177,16 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pyt
     assert joined[0] is joined[1]
     assert [segment.name for segment in joined[0].layout.segments] == ["a", "b"]
     assert asked == [120, 240], "the decision of the first step stays"
+
+
+def test_small_messages_wait():
+    """Those of a bucket with 256 × 256 matrices have 8 kB each. With 64 workers, parts have less than 4 kB up to 256 kB."""
+    config = everything(8)
+    with latency_decides():
+        for matrices, workers, expected in ((3, 2, True), (4, 2, False), (4, 8, False), (31, 64, True), (32, 64, False)):
+            layout = Layout.build({str(number): (256, 256) for number in range(matrices)}, config)
+            assert waits(layout, config, workers) == expected, (matrices, workers)
+        assert not waits(layout, config, 1)
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])

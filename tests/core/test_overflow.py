@@ -22,7 +22,6 @@ SHAPES = {"large": (8, 8), "twin": (8, 8), "other": (5, 7), "bias": (6,)}
 FACTORS = [1.0, 1.0, 1.0, -0.9, -0.9, -0.9, 0.01, 0.01]
 MODES: dict[str, dict[str, Any]] = {
     "standard": {},
-    "one by one": {"batch_by_shape": False},
     "alternating": {"algorithm": "alternating"},
     "twice": {"iterations": 2, "backend": "torch"},
     "triton": {"backend": "triton"},

@@ -145,7 +145,7 @@ class Allocations(TorchDispatchMode):
     ("dtype", "fields"),
     [
         *((dtype, {}) for dtype in DTYPES),
-        *((torch.bfloat16, {field: False}) for field in ("error_feedback", "warm_start", "batch_by_shape")),
+        *((torch.bfloat16, {field: False}) for field in ("error_feedback", "warm_start")),
     ],
 )
 def test_nothing_full_size_is_allocated_in_a_step(
@@ -174,7 +174,7 @@ def test_nothing_full_size_is_allocated_in_a_step(
 def calls(shapes: Shapes) -> int:
     """Return the operations of a step, those that they ask for themselves included."""
     bucket = FilledBucket(shapes)
-    state = PowerSGDState(None, 16, start_powerSGD_iter=0, batch_tensors_with_same_shape=True, explore_every=0)
+    state = PowerSGDState(None, 16, start_powerSGD_iter=0, explore_every=0)
 
     def step() -> None:
         bucket.refill()

@@ -45,9 +45,9 @@ def test_eligibility():
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(SHAPES, st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans())
-def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch: bool):
-    layout = build(shapes, rank=rank, min_compression_rate=rate, batch_by_shape=batch)
+@given(SHAPES, st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float):
+    layout = build(shapes, rank=rank, min_compression_rate=rate)
 
     # Segments tile the buffer, factors tile their messages, in order and without gaps.
     end = 0
@@ -81,11 +81,10 @@ def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch:
 
 
 def test_groups_and_names():
-    """Groups are by matrix shape in order of appearance; without batching each matrix is one."""
+    """Groups are by matrix shape in order of appearance."""
     shapes: Shapes = [(8, 6), (4, 5), (8, 3, 2), (8,), (4, 5)]
-    for batch, expected in ((True, [["t0", "t2"], ["t1", "t4"]]), (False, [["t0"], ["t1"], ["t2"], ["t4"]])):
-        layout = build(shapes, rank=1, min_compression_rate=0.0, batch_by_shape=batch)
-        assert [[s.name for s in group.segments] for group in layout.groups] == expected
+    layout = build(shapes, rank=1, min_compression_rate=0.0)
+    assert [[s.name for s in group.segments] for group in layout.groups] == [["t0", "t2"], ["t1", "t4"]]
     layout = Layout.build({"w": (64, 64), "b": (64,)}, PowerSGDConfig(), compress=False)
     assert layout.compressed == ()
     assert layout.sent_numel(PowerSGDConfig(), 0) == layout.numel == 64 * 64 + 64

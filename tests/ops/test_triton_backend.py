@@ -43,7 +43,6 @@ CASES = {
     "slow: alternating, all shapes, rank 3": (FP32, everything(3, algorithm="alternating")),
     "slow: all shapes": (FP32, everything()),
     "errors in bf16": (BF16, everything(error_dtype="bf16")),
-    "slow: all shapes, one by one": (FP32, everything(batch_by_shape=False)),
     "slow: alternating without error feedback": (FP32, everything(algorithm="alternating", error_feedback=False)),
     "slow: alternating with errors in bf16": (FP32, everything(algorithm="alternating", error_dtype="bf16")),
 }

@@ -29,7 +29,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES: dict[str, dict[str, Any]] = {
     "standard": {},
-    "one by one": {"batch_by_shape": False},
     "without feedback": {"error_feedback": False},
     "cold": {"warm_start": False},
     "twice": {"iterations": 2},

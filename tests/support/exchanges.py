@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import powersgd_triton.ranks.planner  # noqa: F401
 from powersgd_triton.comm import exchange
 
-DEFAULTS: dict[str, Any] = {"SMALL": exchange.SMALL, "SMALL_PART": exchange.SMALL_PART}
+DEFAULTS: dict[str, Any] = {name: getattr(exchange, name) for name in ("SMALL", "SMALL_PART", "JOINED")}
 
 
 def bytes_decide() -> None:
     """From now on no message is small."""
-    exchange.SMALL = exchange.SMALL_PART = 0
+    exchange.SMALL = exchange.SMALL_PART = exchange.JOINED = 0
 
 
 def latency_decides() -> Any:

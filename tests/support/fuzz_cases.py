@@ -73,7 +73,6 @@ def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
         "error_feedback": draw(st.sampled_from([True, True, True, False])),
         "warm_start": alternating or draw(st.sampled_from([True, True, False])),
         "error_dtype": draw(st.sampled_from([None, None, "bf16"])),
-        "batch_by_shape": draw(st.booleans()),
         "orthogonalization_epsilon": draw(st.sampled_from([0.0, 0.0, 1e-8, 0.01])),
         "seed": draw(st.integers(0, 3)),
         "backend": backend,

@@ -78,7 +78,6 @@ class Setting:
             "min_compression_rate": dice.choice((0, 0.5)),
             "iterations": dice.choice((1, 1, 2)),
             "warm_start": setting.algorithm == "alternating" or dice.random() < 0.7,
-            "batch_tensors_with_same_shape": dice.random() < 0.5,
         }
         more: dict[str, Any] = {"view": dice.random() < 0.5, "stay": dice.random() < 0.5}
         return dataclasses.replace(setting, **more, fields=tuple(fields.items()))
