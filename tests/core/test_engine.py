@@ -180,10 +180,10 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pyt
 
 
 def test_small_messages_wait():
-    """Those of a bucket with 256 × 256 matrices have 8 kB each. With 64 workers, parts have less than 4 kB up to 256 kB."""
-    config = everything(8)
+    """Each matrix adds 8 kB to a message, which is small below 32 kB, and below 4 kB a worker."""
+    config, cases = everything(8), ((3, 2, True), (4, 2, False), (4, 8, False), (31, 64, True), (32, 64, False))
     with latency_decides():
-        for matrices, workers, expected in ((3, 2, True), (4, 2, False), (4, 8, False), (31, 64, True), (32, 64, False)):
+        for matrices, workers, expected in cases:
             layout = Layout.build({str(number): (256, 256) for number in range(matrices)}, config)
             assert waits(layout, config, workers) == expected, (matrices, workers)
         assert not waits(layout, config, 1)
