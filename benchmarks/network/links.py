@@ -39,7 +39,7 @@ from benchmarks.arms import prepare
 from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.demo.arms import ONE_BUCKET_MB, Arm, distribute
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
@@ -55,6 +55,8 @@ MODELS = {"0.8 M": (128, BATCH_PER_WORKER), "3.2 M": (256, 8), "9.8 M": (448, 4)
 """{parameters: (width, sequences of a worker's batch)}. Batches keep a step near 0.2 s on one thread."""
 RANK = 4
 ALONE, FP32, BF16, TORCH, OURS = "no communication", "allreduce", "allreduce+bf16", f"torch:{RANK}", f"ours:{RANK}"
+BESIDE = f"{ALONE}, 240 kB beside"
+"""What the emulated link takes of the workers' cores: in each step, as many bytes travel as of 8-bit factors."""
 # With their losses.
 TRAINED = (
     *(FP32, BF16, TORCH, OURS, f"{OURS}+int8", "ours:16+int8", "ours:20x", "ours:100x"),
@@ -69,7 +71,7 @@ LOCAL = (
 """Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
 QUANTIZED = ("ours:bf16", "ours:int8", "ours:int4")
-ARMS = (ALONE, *TRAINED, *QUANTIZED, AUTO, *SHARDED, *LOCAL)
+ARMS = (ALONE, BESIDE, *TRAINED, *QUANTIZED, AUTO, *SHARDED, *LOCAL)
 """Arms of the demo, which train with DDP unless the demo's name of another parallelism comes first."""
 FEW_ARMS = (ALONE, FP32, BF16, OURS)
 RATES: dict[float | None, Sequence[str]] = {
@@ -83,6 +85,9 @@ RATES: dict[float | None, Sequence[str]] = {
 """{Mbit/s of the link in either direction: arms}. None sets no limit."""
 TABLE_RATES = (100.0, 1000.0)
 STEPS, TURNS, SECONDS = 300, 3, 8.0
+SEGMENTS = 8
+"""Segments of a packet, so that the workers' cores do little of what network cards do. The burst of any link has more.
+The counters miss the headers of all but one, 4% of the bytes."""
 PACKAGES = ("torch", "deepspeed")
 
 
@@ -93,6 +98,7 @@ def measure(
     most_turns: int,
     limit: float = math.inf,
     timeout: float = 1200,
+    segments: int = SEGMENTS,
 ) -> list[Row]:
     """Train all arms of all models at one rate.
 
@@ -103,6 +109,7 @@ def measure(
         most_turns: Most turns of an arm.
         limit: Seconds of steps after which an arm takes no further turn.
         timeout: Seconds until all must be done.
+        segments: Most segments of a packet; see ``namespaces.network``.
 
     Raises:
         RuntimeError: No network can be made here, or a worker failed.
@@ -112,7 +119,7 @@ def measure(
         raise ValueError(f"expected at least 1 turn; got {most_turns}")
     # JSON has no infinity.
     task = {"arms": list(arms), "models": list(models), "turns": most_turns, "limit": min(limit, timeout)}
-    return turns.measure(__file__, WORKERS, 1, rate, task, timeout, {"DS_ACCELERATOR": "cpu"})
+    return turns.measure(__file__, WORKERS, 1, rate, task, timeout, {"DS_ACCELERATOR": "cpu"}, segments)
 
 
 def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -172,7 +179,7 @@ def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTi
 
 def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
-    parallelism, text = ("ddp", FP32) if name == ALONE else name.split() if " " in name else ("ddp", name)
+    parallelism, text = ("ddp", FP32) if name in (ALONE, BESIDE) else name.split() if " " in name else ("ddp", name)
     # The schedule of the learning rate must not end.
     settings = Settings(10**6, WORKERS, "cpu", parallelism=parallelism, width=width, batch=batch)
     torch.manual_seed(settings.seed)
@@ -184,13 +191,17 @@ def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callab
         arm = Arm.parse(text, RANK)
         bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
         replica, update = distribute(model, settings, timer, arm, bucket_mb)
-    context = replica.no_sync if name == ALONE else contextlib.nullcontext
+    context = replica.no_sync if name in (ALONE, BESIDE) else contextlib.nullcontext
+    sent = torch.zeros(240_000 if name == BESIDE else 0, dtype=torch.uint8)
+    received = sent.new_zeros(WORKERS * len(sent))
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
 
     def step() -> None:
         inputs, targets = sample_batch(tokens, batch, CONTEXT, generator)
+        work = Communicator().all_gather(received, sent) if name == BESIDE else None
         with context():
             update(next_token_loss(replica, inputs, targets))
+        wait(work)
 
     if name == AUTO:
         # It chooses from its first steps.
@@ -199,9 +210,9 @@ def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callab
     return step
 
 
-def record(rows: Sequence[Row]) -> None:
+def record(rows: Sequence[Row], segments: int) -> None:
     """Write rows to the file in place of those of the same model, rate and arm."""
-    measured = programs.environment(PACKAGES)
+    measured = {**programs.environment(PACKAGES), "segments": segments}
     kept = {_key(old): old for old in _records()}
     kept |= {_key(new): {**new, **measured} for new in map(dataclasses.asdict, rows)}
     FILE.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
@@ -292,13 +303,14 @@ def main() -> None:
     times.add_argument(
         "--seconds", type=float, default=SECONDS, help="after which an arm takes no turn more (default: %(default)s)"
     )
+    times.add_argument("--segments", type=int, default=SEGMENTS, help="most of a packet (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.command == "times":
         programs.prepare()
         for rate in arguments.rates:
-            arms = arguments.arms or RATES.get(rate, FEW_ARMS)
-            rows = measure(arms, arguments.models, rate, arguments.turns, arguments.seconds)
-            record(rows)
+            arms, segments = arguments.arms or RATES.get(rate, FEW_ARMS), arguments.segments
+            rows = measure(arms, arguments.models, rate, arguments.turns, arguments.seconds, segments=segments)
+            record(rows, segments)
             print(f"measured: {links_report.rate_text(rate)}", flush=True)
     elif arguments.command == "losses":
         train(arguments.models, arguments.arms, arguments.steps)

@@ -55,6 +55,7 @@ def measure(
     task: Mapping[str, Any],
     timeout: float,
     environment: Mapping[str, str] | None = None,
+    segments: int = 1,
 ) -> list[Row]:
     """Run a program whose ``work(task)`` returns what ``take_turns`` returns, and return its rows.
 
@@ -66,12 +67,13 @@ def measure(
         task: Argument of ``work``.
         timeout: Seconds until all must be done.
         environment: Variables to add to this process's.
+        segments: Most segments of a packet; see ``network``.
 
     Raises:
         RuntimeError: No network can be made here, or a worker failed.
         TimeoutError: The workers were not done in time.
     """
-    with network(nodes, megabits_per_second) as hosts:
+    with network(nodes, megabits_per_second, segments) as hosts:
         found = programs.run_workers(program, hosts, workers_per_node, task, timeout, environment)
     rows = []
     for of_workers in zip(*found, strict=True):
