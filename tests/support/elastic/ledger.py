@@ -109,6 +109,7 @@ def _gap(name: str, parts: list[dict[str, Any]], record: dict[str, Any]) -> floa
 
 def _kept(name: str, record: dict[str, Any], after: dict[str, Any]) -> float:
     left, gradient = _left(record, after)[name], record["gradients"][name].double()
-    scale = gradient.norm() + _error(record, name, gradient).norm() + 1
+    # The differences of local steps are rounded as the parameters are, whose elements have magnitudes near 1.
+    scale = gradient.norm() + _error(record, name, gradient).norm() + gradient.numel() ** 0.5
     nothing = left.norm() if record.get("strict") else min(left.norm(), (left - gradient).norm())
     return float(nothing / scale)
