@@ -57,6 +57,7 @@ RANK = 4
 ALONE, FP32, BF16, TORCH, OURS = "no communication", "allreduce", "allreduce+bf16", f"torch:{RANK}", f"ours:{RANK}"
 BESIDE = f"{ALONE}, 240 kB beside"
 """What the emulated link takes of the workers' cores: in each step, as many bytes travel as of 8-bit factors."""
+UNSYNCED = ALONE, BESIDE
 # With their losses.
 TRAINED = (
     *(FP32, BF16, TORCH, OURS, f"{OURS}+int8", "ours:16+int8", "ours:20x", "ours:100x"),
@@ -71,7 +72,7 @@ LOCAL = (
 """Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
 QUANTIZED = ("ours:bf16", "ours:int8", "ours:int4")
-ARMS = (ALONE, BESIDE, *TRAINED, *QUANTIZED, AUTO, *SHARDED, *LOCAL)
+ARMS = (*UNSYNCED, *TRAINED, *QUANTIZED, AUTO, *SHARDED, *LOCAL)
 """Arms of the demo, which train with DDP unless the demo's name of another parallelism comes first."""
 FEW_ARMS = (ALONE, FP32, BF16, OURS)
 RATES: dict[float | None, Sequence[str]] = {
@@ -179,7 +180,7 @@ def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTi
 
 def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
-    parallelism, text = ("ddp", FP32) if name in (ALONE, BESIDE) else name.split() if " " in name else ("ddp", name)
+    parallelism, text = ("ddp", FP32) if name in UNSYNCED else name.split() if " " in name else ("ddp", name)
     # The schedule of the learning rate must not end.
     settings = Settings(10**6, WORKERS, "cpu", parallelism=parallelism, width=width, batch=batch)
     torch.manual_seed(settings.seed)
@@ -191,7 +192,7 @@ def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callab
         arm = Arm.parse(text, RANK)
         bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
         replica, update = distribute(model, settings, timer, arm, bucket_mb)
-    context = replica.no_sync if name in (ALONE, BESIDE) else contextlib.nullcontext
+    context = replica.no_sync if name in UNSYNCED else contextlib.nullcontext
     sent = torch.zeros(240_000 if name == BESIDE else 0, dtype=torch.uint8)
     received = sent.new_zeros(WORKERS * len(sent))
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
