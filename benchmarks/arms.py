@@ -1,7 +1,5 @@
 """Ways for workers to train together: those of the demo, local steps, and methods of other papers."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import itertools
@@ -59,7 +57,7 @@ class Arm:
     options: dict[str, float]
 
     @classmethod
-    def parse(cls, text: str) -> Arm:
+    def parse(cls, text: str) -> "Arm":
         """Parse an arm, for example 'local:ternary+every5+outer0.8', 'diloco:fp4+every10' or 'demo:32+rate0.001'.
 
         Raises:

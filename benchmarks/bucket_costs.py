@@ -1,7 +1,5 @@
 """What a step of one bucket costs a GPU, kernel by kernel: counted from its launches and predicted, without a GPU."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

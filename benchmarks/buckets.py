@@ -1,7 +1,5 @@
 """The buckets that DDP makes, and a stand-in for the one that it hands to a communication hook."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

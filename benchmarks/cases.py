@@ -1,7 +1,5 @@
 """What the GPU benchmarks go through: the default selection, everything (``--full``), and a dry run (``--dry``)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

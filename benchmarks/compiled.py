@@ -1,7 +1,5 @@
 """What a compiled kernel needs and does, read from its machine code without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """One process group for all benchmarks, and the tables at the end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Differences of parameters between workers of which one exists: encoded and applied by kernels or the reference."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.shapes import count_parameters

@@ -1,7 +1,5 @@
 """Trainings of ``loss_per_byte`` on scikit-learn's handwritten digits: a perceptron or a ResNet, DDP, SGD."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What a benchmark ran on: device, versions, commit, and the process group of one."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata

@@ -7,8 +7,6 @@ Microseconds are the least CPU time of many steps, beside what Triton's launch o
 functions, as Python's profiler counts them, do not depend on the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import cProfile
@@ -84,7 +82,7 @@ class Counts:
     def __init__(self) -> None:
         self.launches = self.compiled = self.uploads = 0
 
-    def __enter__(self) -> Counts:
+    def __enter__(self) -> "Counts":
         driver = triton.runtime.driver.active
         self._patches = [
             mock.patch.object(driver.launcher_cls, "__call__", self._counted(driver.launcher_cls.__call__, "launches")),

@@ -1,7 +1,5 @@
 """Who does one phase of a step: the recorded launches of the kernels, the reference, or torch.compile of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +37,7 @@ class Prepared:
     phases: dict[str, list[Launch]]
 
     @classmethod
-    def of(cls, bucket: FilledBucket, rank: int, backend: str, **options: Any) -> Prepared:
+    def of(cls, bucket: FilledBucket, rank: int, backend: str, **options: Any) -> "Prepared":
         gradients = {str(index): gradient for index, gradient in enumerate(bucket.gradients())}
         problem = Problem(gradients, rank, backend, **options)
         # The second step is the first with an error and a product to subtract.

@@ -7,8 +7,6 @@ python benchmarks/kernel_report.py --bucket --quantize int8 [--json] [--architec
 The launches are recorded from the launchers themselves, so that what is compiled is what would run.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

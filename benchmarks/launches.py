@@ -1,7 +1,5 @@
 """The kernels' launches of one step, recorded while it runs, so that each can be run again and timed by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -8,8 +8,6 @@ benchmarks/results/loss-per-byte.json. It can be interrupted. ``report`` prints 
 loss is 1%, 2% and 5% above that of an all-reduce, and draws both.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
@@ -66,7 +64,7 @@ class Size:
     seeds: int
 
     @classmethod
-    def of(cls, width: int) -> Size | None:
+    def of(cls, width: int) -> "Size | None":
         """Return it for a width, or None if nothing is recorded that can be compared."""
         points = {
             point.arm: point

@@ -8,8 +8,6 @@ recorded after each training, digits after all those of a seed. ``report`` print
 losses of text and digits against the bytes with the Pareto fronts.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Markdown that the programs print."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

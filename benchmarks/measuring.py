@@ -1,7 +1,5 @@
 """One measurement of a GPU benchmark: device events, the host's clock, and where they are kept."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo's model with experts: each perceptron becomes eight, of which a router chooses two for a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The demo's model with Muon for the matrices of its blocks, and AdamW for all else."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Messages of ``rivals``: sparse tensors and floats of 4 bits, packed to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

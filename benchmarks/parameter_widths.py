@@ -8,8 +8,6 @@ copies. ``run`` adds what is missing to benchmarks/results/parameter-widths.json
 prints a table for each model.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Who takes a communication-hook step: this package, torch's hook, and a plain copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

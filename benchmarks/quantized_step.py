@@ -6,8 +6,6 @@ One process stands for one of two workers: collectives copy its own message, so 
 the time of such copies in int8.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

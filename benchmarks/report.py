@@ -3,8 +3,6 @@
 python3 benchmarks/report.py NAME     makes benchmarks/results/NAME.md and NAME.png anew from NAME.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Sequence

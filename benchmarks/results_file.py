@@ -1,7 +1,5 @@
 """The benchmarks' results: rows of plain values, written to JSON; those of a GPU as they come."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ They send real messages, packed as tightly as a message of fixed size allows, so
 collectives. For this comparison only: they know no checkpoints, no dead peers and no CUDA streams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

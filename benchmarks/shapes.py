@@ -1,7 +1,5 @@
 """Gradient sets of known models, in the order in which a backward pass fills a bucket, last layer first."""
 
-from __future__ import annotations
-
 import math
 
 from powersgd_triton.planning import bucket_caps

@@ -4,8 +4,6 @@ Kernels are compiled for an architecture, loaded and launched by Triton's code. 
 are those of a small library made here, which return at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

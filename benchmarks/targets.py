@@ -1,7 +1,5 @@
 """What the kernels are meant to reach on a GPU, beside what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

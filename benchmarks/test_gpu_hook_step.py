@@ -1,7 +1,5 @@
 """One communication-hook step on a GPU: this package beside torch's hook, its reference backend and a plain copy."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

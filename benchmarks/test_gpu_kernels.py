@@ -1,7 +1,5 @@
 """Each kernel on a GPU by itself, beside the reference and what torch.compile makes of it; and orthogonalization."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

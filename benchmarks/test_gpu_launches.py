@@ -3,8 +3,6 @@
 These come last: the profiler slows down what comes after it, and a capture that fails may leave traces.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

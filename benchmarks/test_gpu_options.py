@@ -3,8 +3,6 @@
 One worker stands for two: it receives what it has sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 Messages and the backward pass are kernels that only wait, so one GPU is enough. Averages are compared too.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

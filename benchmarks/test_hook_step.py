@@ -1,7 +1,5 @@
 """One communication-hook step on the CPU: this package beside torch's hook and a plain copy."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import statistics

@@ -1,7 +1,5 @@
 """Times work on a device with its events and as a CUDA graph. On the CPU, for dry runs, with the host's clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics
@@ -33,7 +31,7 @@ class Timing:
     rounds: int
 
     @classmethod
-    def of(cls, samples: list[float]) -> Timing:
+    def of(cls, samples: list[float]) -> "Timing":
         lower, median, upper = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
         return cls(median, upper - lower, len(samples))
 

@@ -5,8 +5,6 @@ python3 benchmarks/tracing.py [--gradients gpt2-124M] [--rank 4] [--provider our
 Several of each may be named; without any, all gradient sets at rank 4, ours and torch's hook, are summed up.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

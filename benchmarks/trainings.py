@@ -1,7 +1,5 @@
 """Recorded trainings of several programs: one record for each arm and seed, in a file of JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -79,12 +77,12 @@ class Point:
     def loss(self) -> float:
         return statistics.fmean(self.losses.values())
 
-    def excess(self, other: Point) -> list[float]:
+    def excess(self, other: "Point") -> list[float]:
         """By how many percent its loss is above another one's, for each seed of both."""
         shared = self.losses.keys() & other.losses.keys()
         return [100 * (self.losses[seed] / other.losses[seed] - 1) for seed in shared]
 
-    def above(self, other: Point) -> str:
+    def above(self, other: "Point") -> str:
         """The mean of ``excess``, with its standard error."""
         excess = self.excess(other)
         if self is other or not excess:

@@ -7,8 +7,6 @@ themselves. Alternatives of different kernels are tried side by side, and one by
 depend on each other, except that compensate_project and reconstruct share the tile.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

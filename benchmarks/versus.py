@@ -8,8 +8,6 @@ benchmarks/results/versus.json. It can be interrupted. Trainings of these arms i
 ``report`` prints tables, or replaces those of docs/versus.md, and draws the losses against the bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -122,7 +120,7 @@ class Comparison:
     whole: Point
 
     @classmethod
-    def of(cls, model: str, workers: int, steps: int) -> Comparison | None:
+    def of(cls, model: str, workers: int, steps: int) -> "Comparison | None":
         """Return what is recorded, or None without an all-reduce."""
         recorded = trainings.read(FILE)
         same = {"model": model, "workers": workers, "steps": steps}

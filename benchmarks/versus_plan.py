@@ -1,7 +1,5 @@
 """Which trainings the comparison with other methods has."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

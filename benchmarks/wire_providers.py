@@ -1,7 +1,5 @@
 """Narrow factors on the wire between workers of which one exists: each stage by itself, by kernels or reference."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.cases import WIRE_PHASES

@@ -1,7 +1,5 @@
 """Sphinx configuration: MyST Markdown, and API pages from the docstrings. Nothing is fetched from a network."""
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path

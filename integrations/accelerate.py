@@ -1,7 +1,5 @@
 """Accelerate: compression in one line, for every wrapper that ``accelerator.prepare`` makes."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

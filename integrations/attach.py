@@ -1,7 +1,5 @@
 """One call for every wrapper: compress the gradients of a model that is wrapped for data parallelism."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any

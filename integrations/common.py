@@ -1,7 +1,5 @@
 """What adapters share: names of parameters, wrappers of models, and the line that says what is on."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

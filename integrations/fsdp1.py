@@ -1,7 +1,5 @@
 """FSDP1 (``FullyShardedDataParallel``): a communication hook that compresses whole gradients."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning: compression in one line, for every strategy that averages gradients."""
 
-from __future__ import annotations
-
 import functools
 import os
 import weakref

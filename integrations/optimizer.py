@@ -1,7 +1,5 @@
 """A plain training loop, with the interface of the reference implementation (epfml/powersgd). Change one import."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The content of a sharded model's saved state: errors of this worker, and the factors of all shards."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Mapping, Sequence

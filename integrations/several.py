@@ -1,7 +1,5 @@
 """One handle for a model whose parameters are averaged over different workers, as experts and dense layers are."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Shared by the adapters for sharded parameters: checkpoints with torch.distributed.checkpoint (DCP)."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -256,7 +254,7 @@ class ShardedHandle(Handle):
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
         return nearest, errors, renamed(squares, rename)
 
-    def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
+    def renamed(self, names: Mapping[str, str]) -> "ShardedHandle":
         """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:

@@ -1,6 +1,5 @@
 """DistributedDataParallel under a ``torchft.Manager``: workers come and go without a restart."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 from typing import Any
 
 import torch

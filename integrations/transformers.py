@@ -1,7 +1,5 @@
 """transformers' Trainer: compression in one line, for every wrapper that it makes."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from pathlib import Path

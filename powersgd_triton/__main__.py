@@ -1,7 +1,5 @@
 """Command line: ``python -m powersgd_triton doctor | demo | plan``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

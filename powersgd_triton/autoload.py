@@ -4,8 +4,6 @@
 environment switches it off. Nothing else of this package is imported before DeepSpeed has read such a section.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

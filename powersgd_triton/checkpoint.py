@@ -7,8 +7,6 @@ if worker == 0:
 state.load_state_dict("powersgd.pt")            # collective: on all workers
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

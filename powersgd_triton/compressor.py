@@ -1,7 +1,5 @@
 """The public ``Compressor``: compress and decompress one set of tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

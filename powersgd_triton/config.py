@@ -1,7 +1,5 @@
 """The one configuration object that every part of the package shares."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import logging
@@ -271,7 +269,7 @@ class PowerSGDConfig:
         return self.compression == AUTO or self.max_overhead is not None
 
     @classmethod
-    def from_dict(cls, section: Mapping[str, Any]) -> PowerSGDConfig:
+    def from_dict(cls, section: Mapping[str, Any]) -> "PowerSGDConfig":
         """Build a configuration from a JSON section.
 
         Raises:

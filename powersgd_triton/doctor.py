@@ -1,7 +1,5 @@
 """``python -m powersgd_triton doctor``: show versions, devices and the selected backend, and test a step."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

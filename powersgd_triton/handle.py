@@ -1,7 +1,5 @@
 """The methods that the state of every adapter and ``Compressor`` share. They forward to an engine."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping

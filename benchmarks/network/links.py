@@ -12,8 +12,6 @@ steps, of the seconds to a loss, of the rates above which all-reduce is faster, 
 ``python -m powersgd_triton plan`` predicts. It draws benchmarks/results/links.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Tables and a figure of links.py: steps, the rates above which all-reduce is faster, and losses against seconds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Hosts on one machine: network namespaces, joined by a switch, whose links count bytes and may have a rate."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -32,10 +30,10 @@ class Counters:
     sent: int
     received: int
 
-    def __add__(self, other: Counters) -> Counters:
+    def __add__(self, other: "Counters") -> "Counters":
         return Counters(self.sent + other.sent, self.received + other.received)
 
-    def __sub__(self, earlier: Counters) -> Counters:
+    def __sub__(self, earlier: "Counters") -> "Counters":
         return Counters(self.sent - earlier.sent, self.received - earlier.received)
 
 

@@ -1,7 +1,5 @@
 """What the programs of this folder share: workers in hosts, the command line and the record of results."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.metadata

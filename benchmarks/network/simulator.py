@@ -8,8 +8,6 @@ and how it is divided. traffic.py describes the model of the time. Prints Markdo
 benchmarks/results/cluster.json and benchmarks/results/cluster.png.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -130,7 +128,7 @@ class Row:
     seconds: dict[str, float]
 
     @classmethod
-    def of(cls, model: str, rank: int, width: str, layout: str, traffic: Traffic) -> Row:
+    def of(cls, model: str, rank: int, width: str, layout: str, traffic: Traffic) -> "Row":
         return cls(
             *(model, rank, width, layout, traffic.nodes, traffic.node_size),
             *(traffic.most(), traffic.most(inside=True), traffic.normalized, traffic.card, traffic.collectives),

@@ -1,7 +1,5 @@
 """A worker whose collectives are counted instead of carried out, and an engine that computes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The time is that of the collectives one after the other, each by ``powersgd_trit
 with the backward pass, and computing takes no time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Times and bytes of a step in several arms, which take turns on links of limited rate."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -6,8 +6,6 @@ The nodes are network namespaces, whose links have 100 Mbit/s and then 1 Gbit/s.
 interfaces. Needs root and iproute2. Prints Markdown tables and writes benchmarks/results/two-levels.json.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

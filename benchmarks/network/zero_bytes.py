@@ -6,8 +6,6 @@ Two network namespaces run one worker each. Needs root and iproute2. Prints a Ma
 benchmarks/results/zero-bytes.json.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import sys

@@ -3,8 +3,6 @@
 The README's command runs it with compression, unchanged.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import deepspeed

@@ -1,7 +1,5 @@
 """The arguments of ``PowerSGDState``: torch's hyperparameters, or one ``PowerSGDConfig`` in place of them."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Mapping

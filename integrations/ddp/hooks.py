@@ -1,6 +1,5 @@
 """The communication hooks, which DDP calls with each bucket of gradients."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import math
 import operator
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """DDP's parameters: their names, by which the state is keyed, and which of them no worker uses in a step."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

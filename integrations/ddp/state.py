@@ -1,7 +1,5 @@
 """The state of DDP's hooks, with the name and arguments of torch's class."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, overload
@@ -205,7 +203,7 @@ class PowerSGDState(Handle):
         )
         self._restore(saved)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PowerSGDState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PowerSGDState":
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied

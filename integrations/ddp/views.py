@@ -1,7 +1,5 @@
 """A bucket's gradients as views of its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

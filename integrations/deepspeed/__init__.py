@@ -6,8 +6,6 @@ At stages 1 and 2 the parameters that workers gather after a step are compressed
 module run the program, or import it in place of ``deepspeed``, to which it forwards; see docs/guides/deepspeed.md.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

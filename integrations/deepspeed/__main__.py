@@ -1,7 +1,5 @@
 """DeepSpeed: run an unchanged training program with ``deepspeed.initialize`` replaced. See ``USAGE``."""
 
-from __future__ import annotations
-
 import functools
 import os
 import runpy

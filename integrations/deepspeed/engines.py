@@ -1,7 +1,5 @@
 """DeepSpeed: what the adapter asks of an engine and its optimizer, in all supported releases, and what a step sends."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

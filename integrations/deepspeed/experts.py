@@ -4,8 +4,6 @@ Workers of an expert-parallel group have different experts. Those of an expert-d
 average their gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Gradients are averaged by another method at each ZeRO stage. What ``engine.save_
 parameters v as they are, so training continues with the same bits. Exports have the masters w, rounded.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -5,8 +5,6 @@ updates. DeepSpeed rounds them into the model's parameters v, which all workers 
 8, 4 or 2 bits an element, and every worker adds what arrives to v. The rounding error remains in w − v for later steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Container, Iterator, Sequence

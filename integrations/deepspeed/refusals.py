@@ -1,7 +1,5 @@
 """DeepSpeed: settings of the section or of the engine that compression does not support, all listed in one error."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

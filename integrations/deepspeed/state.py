@@ -1,7 +1,5 @@
 """DeepSpeed: the state of one engine's compression, for all ZeRO stages."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

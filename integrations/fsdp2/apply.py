@@ -1,7 +1,5 @@
 """FSDP2: the function that users call, and one state for parameters that different workers average."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +24,7 @@ from powersgd_triton.planning.tuning import refuse_auto
 
 def apply_powersgd(
     model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
-) -> HybridShardState | FullShardState | DividedState:
+) -> "HybridShardState | FullShardState | DividedState":
     """Compress the gradients of a model to which ``fully_shard`` or ``replicate`` was applied. Collective.
 
     Call it once, before the first step. If the model has replicas (HSDP), FSDP reduce-scatters inside the shard group

@@ -1,7 +1,5 @@
 """FSDP2: the replacements of its all-reduce over replicas and of its reduce-scatter."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """FSDP2: the units that it makes of a model, which workers average them, and how its own averaging is replaced."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

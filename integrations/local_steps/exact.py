@@ -1,7 +1,5 @@
 """What is averaged exactly at the end of an exchange: buffers, and the states of a worker's optimizer if asked."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Container, Sequence
 from typing import Any

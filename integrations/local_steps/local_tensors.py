@@ -1,7 +1,5 @@
 """The tensors that a worker's optimizer changes, under each wrapper of a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

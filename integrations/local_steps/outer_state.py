@@ -1,7 +1,5 @@
 """θ, the parameters that all workers share, their outer optimizer, and what of it a worker's own parameters get."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

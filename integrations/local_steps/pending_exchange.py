@@ -1,7 +1,5 @@
 """An exchange under way: pseudo-gradients that travel in fragments, while the workers may take their next steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rounds of local steps: how long they are, and with whom the exchange that ends each of them averages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from typing import Any
 

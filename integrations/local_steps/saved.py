@@ -1,7 +1,5 @@
 """Saved states of local steps: what they add to a saved state of the engine, and its files."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +66,7 @@ class SavedRound:
     outer: dict[str, Any]
 
     @classmethod
-    def parse(cls, state: Any, outer: OuterState) -> SavedRound:
+    def parse(cls, state: Any, outer: OuterState) -> "SavedRound":
         """Check what ``pack`` has added to the engine's state. ValueError unless it fits θ and the outer optimizer."""
         theta, optimizer = outer.theta(), outer.optimizer
         if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):

@@ -1,7 +1,5 @@
 """Local steps: workers train apart for some steps, and then exchange what they have changed."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -38,7 +36,7 @@ def _with_own_parameters(method: F) -> F:
 
     @functools.wraps(method)
     @torch.no_grad()
-    def call(self: LocalSteps, *args: Any, **options: Any) -> Any:
+    def call(self: "LocalSteps", *args: Any, **options: Any) -> Any:
         with self._outer.holding(theta=False):
             return method(self, *args, **options)
 

@@ -1,7 +1,5 @@
 """Workers tell each other what they do, with which facts, and whether it failed."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Collectives of one process group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """How a worker that waits in a step hears that another one has called something else, such as ``save``, alone."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Sum messages over the workers, with factors in fp32 or narrower, flat or hierarchically."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Groups of the workers that share a node and its network card, for hierarchical sums."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """The buckets of a model: what the workers have agreed on when a bucket came for the first time."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +45,7 @@ class BucketState:
     memory: Any = None
     agreed: bool = False
     waits: bool | None = None
-    joined: BucketState | None = None
+    joined: "BucketState | None" = None
     known: Any = None
 
 

@@ -1,7 +1,5 @@
 """Steps that are captured in a CUDA graph and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

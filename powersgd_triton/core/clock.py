@@ -1,7 +1,5 @@
 """The phases of a step, and times that are measured without waiting for the device."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The life of a step: what adapters call for each bucket of gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Facts that must be equal on all workers, for ``comm.agreement`` to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

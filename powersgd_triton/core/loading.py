@@ -1,7 +1,5 @@
 """Saving an engine's state, and loading one that all workers have checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Backward passes that use other parts of a model by turns: each pass is one step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

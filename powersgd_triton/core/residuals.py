@@ -1,7 +1,5 @@
 """What a worker has not sent yet, by the tensor's name: it is added to the gradients of the next steps."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

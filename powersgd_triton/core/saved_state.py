@@ -1,7 +1,5 @@
 """Saved states: their format, their checks, and how they compare with the model that loads them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -86,7 +84,7 @@ class SavedState:
         }
 
     @classmethod
-    def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
+    def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> "SavedState":
         """Check the result of ``to_dict`` and convert it. ``rename`` is {saved name: name in this model}.
 
         ValueError: It is not a saved state, it is inconsistent, it lacks a name in ``rename``, or, with
@@ -164,7 +162,7 @@ class SavedState:
             waiting=tuple(sorted(() if complete else unused - other)),
         )
 
-    def used(self, report: LoadReport, *, strict: bool, owner: tuple[int, int] | None) -> SavedState:
+    def used(self, report: LoadReport, *, strict: bool, owner: tuple[int, int] | None) -> "SavedState":
         """Return a copy of this state without the matrices that ``report`` lists as unused or added."""
         left_out = {*report.unused, *report.added}
         return dataclasses.replace(

@@ -1,7 +1,5 @@
 """The order of collectives: which buckets travel together, and what is computed while they travel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

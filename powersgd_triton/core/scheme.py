@@ -1,7 +1,5 @@
 """The interface between the engine, which decides when something is sent, and a scheme, which decides what."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping

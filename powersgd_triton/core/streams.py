@@ -1,7 +1,5 @@
 """The CUDA streams on which an engine works."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

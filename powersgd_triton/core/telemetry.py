@@ -1,7 +1,5 @@
 """What a user can watch in training: the energy that steps capture, their errors, bytes and times."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

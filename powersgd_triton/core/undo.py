@@ -1,7 +1,5 @@
 """Taking gradients out of the error buffers again."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Errors of tensors without a matrix: of those that are sent whole, and of those that are no longer compressed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Arms: ways of averaging the demo's gradients, for each way of distributing its model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -89,7 +87,7 @@ class Arm:
     quantize: str | None = None
 
     @classmethod
-    def parse(cls, text: str, default_rank: int) -> Arm:
+    def parse(cls, text: str, default_rank: int) -> "Arm":
         """Parse an arm such as 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:int8'."""
         if not re.fullmatch(ARM, text):
             raise ValueError(

@@ -1,6 +1,5 @@
 """What a training costs: bytes that a worker sends, as a ring sends them, and the time in the hook."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import contextlib
 import dataclasses
 import functools

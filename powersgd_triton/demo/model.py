@@ -1,7 +1,5 @@
 """The demo's model and text: a character-level GPT, of 0.8 M parameters at its default width, and sources of Python."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics

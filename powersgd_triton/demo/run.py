@@ -1,7 +1,5 @@
 """``python -m powersgd_triton demo``: train one model with each way of averaging gradients, and compare the results."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Training of the demo's model by several processes, which average gradients in any way."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools

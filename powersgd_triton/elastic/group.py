@@ -1,7 +1,5 @@
 """Collectives of torchft's process group."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from powersgd_triton.comm.communicator import Communicator, wait
 @dataclasses.dataclass(frozen=True)
 class _Watched:
     work: Any
-    communicator: ManagedCommunicator
+    communicator: "ManagedCommunicator"
 
     def wait(self) -> None:
         try:

@@ -1,7 +1,5 @@
 """An engine whose workers change with the quorums of a ``torchft.Manager``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io
@@ -26,7 +24,7 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Number of engines of each manager."""
 
 
-def _voted(vote: Callable[..., bool], reference: weakref.ref[Managed], *args: Any, **options: Any) -> bool:
+def _voted(vote: Callable[..., bool], reference: weakref.ref["Managed"], *args: Any, **options: Any) -> bool:
     """Vote whether a step is applied, and note the outcome of the open attempt."""
     applied, managed = vote(*args, **options), reference()
     if managed is not None and managed._applied is None:

@@ -1,7 +1,5 @@
 """What a step has sent, until it is known whether the step was applied."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

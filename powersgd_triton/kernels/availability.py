@@ -1,7 +1,5 @@
 """Whether the kernels can be used, and if not, why."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -4,8 +4,6 @@ A program holds the sums for some columns of M and walks down the rows. What ``c
 and panels is so here too.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The end of a step, decided on the device: Q̄ and the next bases, or M as it was before if it was not finite."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

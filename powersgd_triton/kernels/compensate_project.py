@@ -5,8 +5,6 @@ since M is read here anyway. A program holds the sum of one block of P's rows in
 of M. It writes each tile of M and multiplies it by the basis while the tile is still in registers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Launch parameters by architecture, kernel and rank. An autotuner would update M in place several times."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

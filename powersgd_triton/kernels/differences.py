@@ -4,8 +4,6 @@ A program works on groups of 128-element blocks that share bytes: one block, or 
 of each at a time, [groups, parts, elements]. Byte j of a group holds element j of each part of each block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

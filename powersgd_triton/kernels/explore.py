@@ -1,7 +1,5 @@
 """Exploration: the last column of a right basis is replaced by a direction that the basis does not see."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Device functions around the small C × C matrices of orthogonalization: sums of parts, and the factorization."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

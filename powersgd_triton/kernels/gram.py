@@ -1,7 +1,5 @@
 """Inner products of a factor's panels of columns, in fp64 because factorizing them squares the condition number."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ In each launch, Triton inspects all arguments to find out whether the kernel is 
 from the constants and from the dtypes of tensors.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A pass leaves an error that grows with the panel's condition number, and the nex
 each matrix whether a pass was enough. Then the launches of further passes return at once.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The messages: sums of the parts of P or Q, followed by the bypass tensors."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The product of two tiles: three products of tf32 values where tensor cores know these, nearly as exact as fp32."""
 
-from __future__ import annotations
-
 import os
 
 import triton

@@ -1,7 +1,5 @@
 """Device functions that draw random numbers: the same numbers as ``random_directions`` of the reference."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Ĝ = P̂ Q̄ᵀ, and the bypass tensors back from the message that carried them, in one pass over Ĝ."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

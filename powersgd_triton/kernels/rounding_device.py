@@ -1,7 +1,5 @@
 """Device functions that round elements of flat tensors, to codes stochastically or not: the reference's bits."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The sparse format of whole tensors, as ``ops/sparse.py`` defines it. A program works on one chunk."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """How the sums behind blocks of P or Q are split into parts, so that a GPU's multiprocessors finish together."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tables that tell each program of a kernel which part of which matrix is its own."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -53,7 +51,7 @@ class Matrix(NamedTuple):
     q_offset: int
     key: int
 
-    def within(self, start: int, end: int) -> list[Matrix]:
+    def within(self, start: int, end: int) -> list["Matrix"]:
         """Return the matrices in which elements ``start`` to ``end`` lie in row-major order: rows, or parts of one."""
         first, behind = -(-start // self.m) * self.m, end // self.m * self.m
         bounds = [start, first, behind, end] if first < behind else [start, min(first, end), end]

@@ -3,8 +3,6 @@
 They hold integers. Offsets count elements, unless a column says bytes. The compiler drops loads of unused values.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import Any
 

@@ -4,8 +4,6 @@ A program works on a tile, which is at most 128 rows of one matrix and some of i
 elements (bypass tensors). ``wire_device.py`` says how a tile is found, rounded and read.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -6,8 +6,6 @@ may fuse the products of codes and scales with sums: products of at most 19 bits
 A tile is worked on in two halves of its rows, since a byte of 4-bit codes holds a row of each.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """What codecs of flat tensors are given. Those in torch, in C and in Triton take the same, and write the same bits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

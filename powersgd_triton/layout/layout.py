@@ -1,7 +1,5 @@
 """The layout of a flat buffer: which tensors are compressed, their matrix shapes, and the offsets of their factors."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -71,7 +69,7 @@ class Layout:
     rounds: bool = False
 
     @classmethod
-    def build(cls, shapes: Tensors, config: PowerSGDConfig, *, compress: bool = True) -> Layout:
+    def build(cls, shapes: Tensors, config: PowerSGDConfig, *, compress: bool = True) -> "Layout":
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
         # A user's functions, which may fail on one worker, are called only for what is compressed.
         found = sizes(shapes, config) if compress else {n: Size(1, math.prod(shape)) for n, shape in shapes.items()}
@@ -79,12 +77,12 @@ class Layout:
         return cls(_contiguous(segments), rounds=compress and config.whole_format is not None)
 
     @classmethod
-    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+    def joined(cls, layouts: Sequence["Layout"]) -> "Layout":
         """Lay out the tensors of several layouts one after the other."""
         segments = [segment for layout in layouts for segment in layout.segments]
         return cls(_contiguous(segments), layouts[0].rounds)
 
-    def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
+    def with_ranks(self, ranks: Callable[[Segment], int]) -> "Layout":
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
         segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
         return self if segments == self.segments else dataclasses.replace(self, segments=segments)
@@ -106,7 +104,7 @@ class Layout:
         return () if self.rounds else tuple(segment for segment in self.segments if not segment.rank)
 
     @functools.cached_property
-    def rounded(self) -> Layout:
+    def rounded(self) -> "Layout":
         """The tensors without factors if they are quantized; see ``PowerSGDConfig.whole_format``."""
         found = [segment for segment in self.segments if self.rounds and not segment.rank]
         return Layout(_contiguous(found))
@@ -187,7 +185,7 @@ class RowPartition:
     cuts: tuple[int, ...]
 
     @classmethod
-    def build(cls, layout: Layout, workers: int) -> RowPartition:
+    def build(cls, layout: Layout, workers: int) -> "RowPartition":
         """Cut a layout at the rows that are nearest to equal parts of its compressed elements."""
         total, before = sum(segment.numel for segment in layout.compressed), 0
         if not total:

@@ -1,7 +1,5 @@
 """What is a matrix: the view of a tensor as matrices, the rank of their approximation, and its bytes."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Mapping, Sequence

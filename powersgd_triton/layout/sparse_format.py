@@ -1,7 +1,5 @@
 """The sparse format of whole tensors: the largest elements of each chunk, as their signs and places. Integers only."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -27,7 +25,7 @@ class SparseFormat:
 
     @classmethod
     @functools.cache
-    def of(cls, compression: float) -> SparseFormat:
+    def of(cls, compression: float) -> "SparseFormat":
         """Return the format that sends as many elements as fit into so many times fewer bytes than fp32."""
         most = 4 * CHUNK / compression
         return next(found for k in range(CHUNK // 2, 0, -8) if (found := cls(k)).bytes_each * CHUNK <= most or k == 8)

@@ -1,7 +1,5 @@
 """The formats of factors and of differences in messages, and which worker sums which part. Integers only."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -179,7 +177,7 @@ class WirePlan:
     size: int
 
     @classmethod
-    def build(cls, width: WireFormat, factors: Factors, bypass_numel: int, itemsize: int, workers: int) -> WirePlan:
+    def build(cls, width: WireFormat, factors: Factors, bypass_numel: int, itemsize: int, workers: int) -> "WirePlan":
         """Divide a message [factors | exact elements] among the workers, in chunks of the smallest possible size.
 
         A chunk may end at any row of a matrix. A block of 128 rows that is cut has scales on either side of the cut.
@@ -200,7 +198,7 @@ class WirePlan:
             least, most, chunks = (middle, most, chunks) if found is None else (least, middle, found)
         return cls(width, tuple(_placed(width, chunk, itemsize) for chunk in chunks), most * unit)
 
-    def part(self, index: int, parts: int) -> WirePlan:
+    def part(self, index: int, parts: int) -> "WirePlan":
         """Return the plan of one of several equal numbers of consecutive chunks."""
         each = len(self.chunks) // parts
         return dataclasses.replace(self, chunks=self.chunks[index * each : (index + 1) * each])

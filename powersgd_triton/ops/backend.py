@@ -1,7 +1,5 @@
 """The interface of a backend, its messages, and scratch memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The choice between Triton and plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Orthonormal bases on the CPU: by CholeskyQR in C, ``basis.c``, or by Householder QR where that is too inexact."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Batches of matrices of equal shape, wherever they lie, the blocks in which they are processed, and their products."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The memory of one bucket: its messages, factors and error buffers."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 

@@ -9,8 +9,6 @@ Without it, rounding is stochastic.
 format's levels, in ternary codes the mean magnitude of the elements that are not 0. bf16 has no scales.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

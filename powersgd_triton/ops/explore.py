@@ -10,8 +10,6 @@ orthogonal to the whole basis, plus CARRY times the old column. The next product
 of it. The power iteration then keeps the larger of the two. Nothing more is sent.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

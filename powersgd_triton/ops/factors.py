@@ -1,7 +1,5 @@
 """Factors in 16, 8 and 4 bits, in messages: in plain torch, and those with scales on the CPU in C, ``factors.c``."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 

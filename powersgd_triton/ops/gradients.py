@@ -1,7 +1,5 @@
 """Which tensors may be gradients, and complex gradients as real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

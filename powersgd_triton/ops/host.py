@@ -1,7 +1,5 @@
 """The codecs of flat tensors on the CPU: ``differences.c`` and ``sparse.c``, built when the package is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """What local steps do to parameters: in plain torch, and on the CPU in C, ``local_steps.c``, in one pass over them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Orthogonalization by Householder QR, in plain torch, which is its specification, and random directions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

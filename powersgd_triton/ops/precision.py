@@ -1,7 +1,5 @@
 """Products of fp32 values in fp32, whatever the user allows for the model's own."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each function does for groups of matrices what the one in ``ops/reference.py`` d
 Sums differ by rounding. What the library does not take is left to that function.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """The operations of one PowerSGD step in plain torch: the specification, and the operations of backend "torch"."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The scale of a chunk is the mean magnitude of what is sent of it. Zeros are not 
 shorter, the same share is sent.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

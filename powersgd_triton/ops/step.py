@@ -1,7 +1,5 @@
 """The state of one step that all of its buckets share, on the device: its number, its verdict and its loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable
 from typing import Any

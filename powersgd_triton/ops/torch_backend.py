@@ -1,7 +1,5 @@
 """The stages of a bucket's step in plain torch, for the standard and the alternating algorithm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

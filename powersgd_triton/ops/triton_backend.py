@@ -1,7 +1,5 @@
 """The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ the rounding error of the sum from its own contribution. So the contributions of
 Both of two workers receive both messages as a whole instead, and add them.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """The size of DDP's buckets, ``bucket_cap_mb``: which tensors share a bucket, and which size suits a link."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """``python -m powersgd_triton plan``: predict the time of a step with and without compression, and recommend one."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -4,8 +4,6 @@ The model is that of Agarwal et al. 2022, "On the Utility of Gradient Compressio
 (section 4), with nodes and with the exchanges of this package. docs/planning.md describes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -56,11 +54,11 @@ class Network:
         return self.nodes * self.node_size
 
     @property
-    def node(self) -> Network:
+    def node(self) -> "Network":
         return dataclasses.replace(self, nodes=1)
 
     @property
-    def across(self) -> Network:
+    def across(self) -> "Network":
         """One worker of each node, while those of the other groups use the cards too."""
         return dataclasses.replace(self, node_size=1, card=self.card / self.node_size)
 

@@ -1,7 +1,5 @@
 """Shapes of the gradients of known models, in the order in which a backward pass computes them, last layer first."""
 
-from __future__ import annotations
-
 Shapes = list[tuple[int, ...]]
 
 

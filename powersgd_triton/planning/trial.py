@@ -1,7 +1,5 @@
 """Measurements of what ``planning.cost`` predicts from: the compute of compression on this device, and the network."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

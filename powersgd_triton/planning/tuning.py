@@ -1,7 +1,5 @@
 """Choices that follow from times measured in the first steps: ``compression="auto"`` and ``max_overhead``."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics

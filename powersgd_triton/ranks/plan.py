@@ -1,7 +1,5 @@
 """The ranks in force under a byte budget, and their saved form."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Plan ranks under a byte budget. Plain numbers only, so that all workers compute the same plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import heapq

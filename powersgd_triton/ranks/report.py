@@ -1,7 +1,5 @@
 """Report which tensors of a model are compressed, at which ranks, and how many bytes a step sends."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -78,7 +76,9 @@ class RankReport:
     left_out: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum], **further: Any) -> RankReport:
+    def of(
+        cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum], **further: Any
+    ) -> "RankReport":
         """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
         rows = []
         for s in layout.segments:

@@ -1,7 +1,5 @@
 """Schemes: what is sent of a bucket, one file each. ``core.scheme`` has their interface."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The factors and error buffers of a bucket. New ones take over the errors and bases of their matrices by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

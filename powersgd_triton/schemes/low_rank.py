@@ -1,7 +1,5 @@
 """PowerSGD: averages of low rank (Vogels et al. 2019, Algorithms 1 and 2), and the other tensors exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import torch

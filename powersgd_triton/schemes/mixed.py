@@ -1,7 +1,5 @@
 """Factors of low rank for matrices, whole tensors in few bits, or both: what the configuration in force asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Generator, Mapping
@@ -36,7 +34,7 @@ class Mixed(Scheme):
             return self._quantized.average(task)
         return self._both(task) if task.config.bypass else self._factors.average(task)
 
-    def _both(self, task: Task) -> Generator[Work, None, Both]:
+    def _both(self, task: Task) -> Generator[Work, None, "Both"]:
         layout, backend, parts = task.layout, task.memory, list[Average]()
         # Whole tensors too have errors left from the time when they had factors.
         gradients = task.residuals.whole.add_remaining(layout, task.gradients, task.step)

@@ -1,7 +1,5 @@
 """Quantized averages: whole tensors in a few bits an element, with error feedback or stochastic rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import weakref
@@ -35,7 +33,7 @@ class Quantized(Scheme):
         task.residuals.enter(task.layout, task.device)
         return {} if task.memory is None else task.memory
 
-    def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:
+    def average(self, task: Task) -> Generator[Work, None, "FlatAverage | QuantizedAverage"]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
         if layout not in self._shards:
             self._shards[layout] = _shards(task)

@@ -1,7 +1,5 @@
 """Means of flat tensors that travel in few bits an element."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Generator, Sequence

@@ -4,8 +4,6 @@ Bases are orthonormal, and averages exact at full rank. Gradients of real models
 directions than the rank, or both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -123,7 +121,7 @@ class Case:
     steps: int = 10
 
     @classmethod
-    def draw(cls, seed: int, largest: int, ranks: tuple[int, ...]) -> Case:
+    def draw(cls, seed: int, largest: int, ranks: tuple[int, ...]) -> "Case":
         chance = random.Random(seed)
         matrices = []
         for _ in range(chance.choice([1, 1, 3])):

@@ -1,7 +1,5 @@
 """What is reported of a step: energies, errors, bytes and times, by clocks and events that a test moves on."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging
@@ -286,7 +284,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         assert self.query()
 
-    def elapsed_time(self, end: FakeEvent) -> float:
+    def elapsed_time(self, end: "FakeEvent") -> float:
         assert self.query()
         return float(end.number - self.number)
 

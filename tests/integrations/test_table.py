@@ -1,7 +1,5 @@
 """Every wrapper against every property, on gloo workers. ``make test`` runs some cells of each row and column."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -42,7 +40,7 @@ class Cell:
         """Cells of one kind run in the same processes."""
         return self.workers, self.slow, bool(self.needs()), self.wrapper.startswith("DeepSpeed")
 
-    def needs(self) -> list[Cell]:
+    def needs(self) -> list["Cell"]:
         """What must have run before."""
         source = dict(self.options).get("source", self.wrapper)
         return [saved(source)] if self.check is properties.taken_over else []

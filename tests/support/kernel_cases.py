@@ -4,8 +4,6 @@ Bounds are those of ``tests/ops/test_reference.py``: a sum of k products is off 
 values, whatever the order of summation.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -75,7 +73,7 @@ class Memory:
         for view in self.views:
             view.fill_(NAN if view.is_floating_point() else UNWRITTEN)
 
-    def fill(self, values: Sequence[Tensor]) -> Memory:
+    def fill(self, values: Sequence[Tensor]) -> "Memory":
         for view, value in zip(self.views, values, strict=True):
             view.copy_(value.reshape(-1))
         return self

@@ -5,8 +5,6 @@ clocks tell which operations of other streams a stream has waited for. Times tha
 what runs at the same time.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import weakref
@@ -46,7 +44,7 @@ class FakeStream:
         self.clock: collections.Counter[FakeStream] = collections.Counter()
         self.time = 0.0
 
-    def wait_stream(self, other: FakeStream) -> None:
+    def wait_stream(self, other: "FakeStream") -> None:
         self.clock |= other.clock
         self.time = max(self.time, other.time)
 

@@ -1,7 +1,5 @@
 """torchft in one process: each worker is a thread. One runs at a time. A seed decides which, and what fails."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading
@@ -60,7 +58,7 @@ class Quorum:
 class Group:
     """torchft's process group of a worker."""
 
-    def __init__(self, simulation: Simulation, worker: Worker) -> None:
+    def __init__(self, simulation: "Simulation", worker: Worker) -> None:
         self._simulation, self._worker = simulation, worker
         self._quorum, self._index, self._number = Quorum(0, []), 0, 0
 
@@ -113,7 +111,7 @@ class Manager:
 
     _use_async_quorum = False
 
-    def __init__(self, simulation: Simulation, worker: Worker, load: Any, save: Any) -> None:
+    def __init__(self, simulation: "Simulation", worker: Worker, load: Any, save: Any) -> None:
         self._simulation, self._worker, self._pg = simulation, worker, Group(simulation, worker)
         self._states = {"default": (load, save)}
         self._quorum_id, self._step, self._commit_failures = -1, 0, 0

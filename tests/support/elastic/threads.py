@@ -1,7 +1,5 @@
 """Workers as threads, of which one runs at a time."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,7 +20,7 @@ class Worker:
         failed: The traceback of its exception.
     """
 
-    def __init__(self, name: int, act: Callable[[Worker], None], others: threading.Semaphore) -> None:
+    def __init__(self, name: int, act: Callable[["Worker"], None], others: threading.Semaphore) -> None:
         self.name, self.others, self.turn = name, others, threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.stopped, self.failed = False, False, ""
@@ -31,7 +29,7 @@ class Worker:
         self.trainer: Trainer | None = None
         threading.Thread(target=self._run, args=(act,), daemon=True).start()
 
-    def _run(self, act: Callable[[Worker], None]) -> None:
+    def _run(self, act: Callable[["Worker"], None]) -> None:
         self.turn.acquire()
         try:
             act(self)

@@ -1,7 +1,5 @@
 """A worker that trains with DDP and the hook on gradients of its choice, and keeps the ledger."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import random
@@ -60,7 +58,7 @@ class Setting:
     fields: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> Setting:
+    def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> "Setting":
         return cls(
             rank=dice.choice((1, 2, 3)),
             algorithm=dice.choice(("standard", "alternating")) if algorithm is None else algorithm,
@@ -70,7 +68,7 @@ class Setting:
         )
 
     @classmethod
-    def vary(cls, dice: random.Random) -> Setting:
+    def vary(cls, dice: random.Random) -> "Setting":
         """Draw everything."""
         setting = cls.draw(dice)
         fields = {

@@ -1,7 +1,5 @@
 """One protocol of a framework's job: what is trained, and what must come of it. All of it runs inside a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -62,11 +60,11 @@ class Job:
     scaled: bool = False
     clip: float | None = 0.5
 
-    def net(self) -> Net:
+    def net(self) -> "Net":
         """The model before it is wrapped."""
         return Net(seed=1 if self.resume else 0)
 
-    def resumed(self) -> Job:
+    def resumed(self) -> "Job":
         return dataclasses.replace(self, save=False, resume=True)
 
     def deepspeed(self) -> dict[str, Any]:
