@@ -48,8 +48,10 @@ INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "repl
 
 def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") -> int:
     """Return a value such as a ``numpy.int64`` as an int. TypeError: It is no whole number. ValueError: Too small."""
+    # Bools count as integers in Python and torch, and in older versions of NumPy.
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", None)).endswith("bool")
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if is_bool else operator.index(value)
     except TypeError:
         number = None
     if number is None:

@@ -197,7 +197,7 @@ def test_ranks_of_numpy() -> None:
     assert type(PowerSGDConfig(bytes_per_step=np.int64(1000)).bytes_per_step) is int
     state = PowerSGDState(None, lambda *_: np.int64(2), module=nn.Linear(WIDTH, WIDTH), check_every=1)
     assert state.report().tensors[0].rank == 2
-    for rank in (np.bool_(True), np.float64(2.0), torch.tensor(2.5)):
+    for rank in (np.bool_(True), torch.tensor(True), np.float64(2.0), torch.tensor(2.5)):
         with pytest.raises(TypeError, match="rank must be an int or a function"):
             PowerSGDConfig(rank=rank)  # type: ignore[arg-type]
 
