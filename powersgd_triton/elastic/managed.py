@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from powersgd_triton.checkpoint import pickled, unpickled
 from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import adopt
@@ -155,9 +155,7 @@ class Managed:
 
         def share() -> None:
             shared, old = self._shared(), self._history.get(last, -1)
-            buffer = io.BytesIO()
-            torch.save(shared, buffer)
-            state = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            state = torch.frombuffer(bytearray(pickled(shared)), dtype=torch.uint8)
             mine = [self._quorum is not None, old, len(shared["matrices"]), len(state)]
             places = communicator.gather(torch.tensor(mine, device="cpu")).tolist()
             source, newest = places.index(max(places)), max(place[1] for place in places)
@@ -169,7 +167,7 @@ class Managed:
                     "parameters differ: restart it, and it heals"
                 )
             self._settle()
-            self._adopt(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))
+            self._adopt(unpickled(state.cpu().numpy().tobytes()))
 
         self.guarded(share)
         if not communicator.lost:
