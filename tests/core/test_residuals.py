@@ -18,6 +18,7 @@ from powersgd_triton.core import whole
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import blocks
+from powersgd_triton.ops.host import library
 from powersgd_triton.ops.step import LossScale, Step
 from powersgd_triton.planning.models import Shapes, gpt2
 from powersgd_triton.ranks.plan import RankPlan
@@ -193,5 +194,6 @@ def test_calls_of_a_small_models_step(one_worker: None) -> None:
     # More threads divide large products into more parts.
     for _ in on_threads(1):
         few, many = calls(SMALL_GRADIENT_SETS["demo"]), calls(more_layers)
-    assert few <= 600, few
+    # Without a C compiler, torch computes each stage of each group by calls of its own.
+    assert few <= (1200 if library() is None else 600), few
     assert many - few <= 2.5 * (len(more_layers) - len(SMALL_GRADIENT_SETS["demo"]))
