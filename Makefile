@@ -41,7 +41,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 3600 -m "not gpu"
 
-# What computes: in other libraries' code for older processors, and with other numbers of threads.
+# What computes: in other libraries' code for older processors, with other numbers of threads, and without our own in C.
 NUMERICAL := tests/core tests/faults/test_fuzz.py tests/kernels tests/ops tests/schemes $(wildcard tests/test_compressor*.py)
 ON_CPUS := $(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu" $(NUMERICAL)
 NO_VECTORS := AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL
@@ -51,6 +51,7 @@ test-cpus: $(INSTALLED)
 		NPY_DISABLE_CPU_FEATURES="$(NO_VECTORS)" $(ON_CPUS)
 	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Sandybridge OMP_NUM_THREADS=4 $(ON_CPUS)
 	OPENBLAS_CORETYPE=Haswell OMP_NUM_THREADS=2 $(ON_CPUS)
+	WITHOUT_C=1 $(ON_CPUS)
 
 test-oldest: $(INSTALLED_OLDEST)
 	$(PYTHON_OLDEST) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"

@@ -21,6 +21,7 @@ MODULES = [
     "torch.profiler._cupti_monitor",
     "powersgd_triton.integrations.deepspeed",
     "tests.support.deepspeed_training",
+    "tests.support.device",
     "tests.support.local_steps",
     "tests.support.lockstep",
     "tests.support.properties",
