@@ -217,9 +217,7 @@ class Quorums(Managed):
         """Let the next exchange send all of one that is not applied."""
         if pending.counts:
             pending.take_back()
-        own = {s.name for bucket in self.sent.products for s in bucket.layout.compressed}
-        own |= {s.name for layout in self.sent.left for s in layout.segments}
-        gradients, _ = self._outer.pseudo_gradients(pending.finite, pending.begun)
+        own, (gradients, _) = self.sent.names(), self._outer.pseudo_gradients(pending.finite, pending.begun)
         self.sent.exact = {name: sent for name, sent in gradients.items() if name not in own}
         pending.counts = False
 

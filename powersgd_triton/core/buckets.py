@@ -33,6 +33,7 @@ class BucketState:
         ranked: Its layout with the ranks in force.
         ranks: The plan's ranks from which ``ranked`` was made.
         memory: What the scheme keeps for it between steps.
+        found: What the scheme has found out about it. It stays if a step is void.
         agreed: Whether all workers have prepared it.
         waits: Whether it waited for the next buckets when it came first, since its messages are small.
         joined: The bucket in which it was averaged last: itself, or one of which it is a part.
@@ -43,6 +44,7 @@ class BucketState:
     ranked: Layout = dataclasses.field(init=False)
     ranks: Any = None
     memory: Any = None
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
     agreed: bool = False
     waits: bool | None = None
     joined: "BucketState | None" = None
@@ -167,7 +169,7 @@ class Buckets:
         layout, config = self.ranked(bucket), self._plan.config
         context = self._step, config, self.communicator, self._residuals
         # Buckets of which parts are needed are not joined.
-        task = Task(layout, gradients, *context, bucket.memory, parts[0].ranges)
+        task = Task(layout, gradients, *context, bucket.memory, bucket.found, parts[0].ranges)
 
         def allocate() -> tuple[Any, Facts, Facts]:
             memory = self._scheme.prepare(task)

@@ -24,7 +24,8 @@ class Task:
     """One bucket's part of one step. Its layout has the ranks in force.
 
     The gradients, {name: contiguous tensor}, do not change before the average is written. ``memory`` is what
-    ``Scheme.prepare`` returned for the bucket. ``ranges`` are all that this worker needs of the average, if not None.
+    ``Scheme.prepare`` returned for the bucket. ``found`` is for what the scheme finds out about it once, and stays if a
+    step is void. ``ranges`` are all that this worker needs of the average, if not None.
     """
 
     layout: Layout
@@ -34,6 +35,7 @@ class Task:
     communicator: Communicator
     residuals: Residuals
     memory: Any = None
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
     ranges: Ranges | None = None
 
     @property

@@ -59,8 +59,9 @@ class Undo(Listener):
                 for name, M in bucket.buffers.items():
                     if name in gradients:
                         M.sub_(found[name].view_as(M))
-            for layout, M in (self._engine.residuals.whole.noted or {}).items():
-                for segment in layout.segments:
-                    if segment.name in gradients:
-                        M[segment.span].sub_(gradients[segment.name].reshape(-1))
+            whole = self._engine.residuals.whole
+            for held, M in whole.noted() if whole.notes else ():
+                for name, part in held.named(M).items():
+                    if name in gradients:
+                        part.sub_(gradients[name].reshape_as(part))
         self._added.clear()

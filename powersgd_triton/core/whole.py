@@ -1,5 +1,6 @@
 """Errors of tensors without a matrix: of those that are sent whole, and of those that are no longer compressed."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,26 @@ from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
 
 
+@dataclasses.dataclass(eq=False)
+class FlatErrors:
+    """Errors of a bucket's tensors that are sent whole, flat in their layout's order.
+
+    Attributes:
+        E: The errors. None if nothing was left yet.
+        M: What is compensated in a step, if a step has left it, or if it is noted.
+        left: Whether a step has left M, the new errors, and it is not settled whether they count.
+    """
+
+    layout: Layout
+    E: Tensor | None = None
+    M: Tensor | None = None
+    left: bool = False
+
+    def named(self, flat: Tensor | None) -> Parts:
+        """Return {name: view [n, m]} of E or M."""
+        return {} if flat is None else {s.name: flat[s.span].view(s.rows, s.m) for s in self.layout.segments}
+
+
 class WholeErrors:
     """Errors of one model's tensors without a matrix, by name. Buckets that send tensors whole have them flat.
 
@@ -22,22 +43,18 @@ class WholeErrors:
     Attributes:
         in_place: Whether M and the errors take the memory of the gradients, to which no average is written then.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
-        noted: Where to note M of tensors that are sent whole, of which a step leaves what it does not send.
-        left: {layout: what a step has left}, until ``settle``.
+        notes: Whether M is noted when it is made, of which a step leaves what it does not send.
         verdict: The verdict that is to decide about it. None if there is nothing to decide.
     """
 
     def __init__(self, plan: RankPlan) -> None:
         self._plan = plan
-        self.late = self.in_place = False
-        self.noted: dict[Layout, Tensor] | None = None
+        self.late = self.in_place = self.notes = False
         self.forget()
 
     def forget(self) -> None:
-        self.left: dict[Layout, Tensor] = {}
         self.verdict: Tensor | None = None
-        # Errors of tensors that are sent whole, flat, by their bucket's layout.
-        self._flat: dict[Layout, Tensor] = {}
+        self._flat: dict[Layout, FlatErrors] = {}
         # Errors E [n, m] of other tensors. Which a step has added to gradients, and a copy of its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
@@ -49,7 +66,11 @@ class WholeErrors:
         return bool(self._remaining)
 
     def has_errors(self) -> bool:
-        return bool(self._flat or self._unsent())
+        return any(held.E is not None for held in self._flat.values()) or bool(self._unsent())
+
+    def noted(self) -> list[tuple[FlatErrors, Tensor]]:
+        """Return the errors of buckets with their M, where one is noted or left, until ``settle``."""
+        return [(held, held.M) for held in self._flat.values() if held.M is not None]
 
     def hold(self, errors: Parts) -> None:
         """Hold {name: E} until they are added to the next gradients of these tensors."""
@@ -85,8 +106,8 @@ class WholeErrors:
                 M = G.float().add_(E)
             else:
                 M, terms = new_memory(len(E), E.dtype, E.device), (G, E)
-        if self.noted is not None:
-            self.noted[layout] = M
+        if self.notes:
+            self._of(layout).M = M
         return M, terms
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
@@ -94,7 +115,8 @@ class WholeErrors:
         if not self._plan.config.error_feedback:
             return
         self.verdict, scale = step.verdict(M.device), step.scale(M.device)
-        self.left[layout] = M if scale is None else M.div_(scale)
+        held = self._of(layout)
+        held.M, held.left = M if scale is None else M.div_(scale), True
 
     def add_remaining(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Mapping[str, Tensor]:
         """Add remaining errors to the gradients of tensors that are no longer compressed, in fp32 or fp64 copies.
@@ -125,13 +147,15 @@ class WholeErrors:
         verdict = self.verdict
         if verdict is None or not self.is_unsettled(step):
             return
-        for layout, M in self.left.items():
-            if not on_host(verdict):
-                E = self._held(layout, M.device)
+        for held, M in self.noted():
+            if held.left and not on_host(verdict):
+                E = self._held(held.layout, M.device)
                 torch.where(verdict.bool(), M, E, out=E)
-            elif verdict:
-                self._flat[layout] = M
-        self.left, self.verdict = {}, None
+            elif held.left and verdict:
+                held.E = M
+            held.M, held.left = None, False
+        self._flat = {layout: held for layout, held in self._flat.items() if held.E is not None}
+        self.verdict = None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
             self._told = HostCopy(verdict.clone())
@@ -142,9 +166,9 @@ class WholeErrors:
 
     def take_back(self, unsent: Mapping[str, Tensor]) -> None:
         """Let tensors keep the errors from before the last step where the scalar ``unsent[name]`` is True."""
-        for layout, M in self.left.items():
-            before, after = _named(layout, self._held(layout, M.device)), _named(layout, M)
-            for name in after.keys() & unsent.keys():
+        for held, M in self.noted():
+            before, after = held.named(self._held(held.layout, M.device)), held.named(M)
+            for name in after.keys() & unsent.keys() if held.left else ():
                 after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
         for name in self._added & unsent.keys() if self.verdict is not None else ():
             error = self._remaining[name]
@@ -155,27 +179,32 @@ class WholeErrors:
         """Return views of all errors of tensors without a matrix."""
         self.settle(step)
         found = dict(self._unsent())
-        for layout, E in self._flat.items():
-            found |= _named(layout, E)
+        for held in self._flat.values():
+            found |= held.named(held.E)
         return found
+
+    def _of(self, layout: Layout) -> FlatErrors:
+        return self._flat.setdefault(layout, FlatErrors(layout))
 
     def _held(self, layout: Layout, device: torch.device) -> Tensor:
         """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
-        if layout not in self._flat:
+        held = self._of(layout)
+        if held.E is None:
             E, remaining = torch.zeros(layout.numel, dtype=torch.float32, device=device), self._apart(layout)
             for segment in layout.segments:
                 if segment.name in remaining:
                     E[segment.span] = remaining.pop(segment.name).reshape(-1)
-            self._flat[layout] = E
-        return self._flat[layout]
+            held.E = E
+        return held.E
 
     def _apart(self, layout: Layout) -> Parts:
         """Return the remaining errors by name, with those that other layouts share with this one."""
-        for other in [other for other in self._flat if not other.shapes.keys().isdisjoint(layout.shapes)]:
-            # Copies, since views would keep the memory of all until the last one is used. There may be none for them.
-            copies = {name: E.clone() for name, E in _named(other, self._flat[other]).items()}
-            del self._flat[other]
-            self._remaining |= copies
+        for held in self._flat.values():
+            if not held.layout.shapes.keys().isdisjoint(layout.shapes):
+                # Copies, since views would keep the memory of all until the last one is used. It may not suffice.
+                copies = {name: E.clone() for name, E in held.named(held.E).items()}
+                held.E = None
+                self._remaining |= copies
         return self._unsent()
 
     def _unsent(self) -> Parts:
@@ -185,7 +214,3 @@ class WholeErrors:
                 del self._remaining[name]
             self._added, self._told = set(), None
         return self._remaining
-
-
-def _named(layout: Layout, E: Tensor) -> Parts:
-    return {s.name: E[s.span].view(s.rows, s.m) for s in layout.segments}

@@ -23,13 +23,11 @@ class Unsettled(Listener):
         self._engine: Engine = weakref.proxy(engine)
         self._whole = engine.residuals.whole
         self.products: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
-        # M of whole tensors, of which a step leaves what it does not send.
-        self.left = self._whole.noted = {}
         # What was sent of other tensors, if the adapter sends it again.
         self.exact: dict[str, Tensor] = {}
         self._verdict: Tensor | None = None
         self._void = False
-        self._whole.late = True
+        self._whole.late = self._whole.notes = True
         engine.listeners.append(self)
 
     def obstacle(self) -> str | None:
@@ -53,21 +51,25 @@ class Unsettled(Listener):
 
         return watched(task, before, after)
 
+    def names(self) -> set[str]:
+        """Return the names of the tensors of which it is known what was sent."""
+        sent = {segment.name for bucket in self.products for segment in bucket.layout.compressed}
+        return sent | {segment.name for held, _ in self._whole.noted() for segment in held.layout.segments}
+
     def end_step(self) -> None:
         whole = self._whole
-        self.left |= whole.left
-        self._verdict = self._verdict if whole.verdict is None else whole.verdict
         # Else the residuals would decide now.
-        whole.left, whole.verdict = {}, None
+        self._verdict, whole.verdict = self._verdict if whole.verdict is None else whole.verdict, None
 
     def void(self) -> None:
-        step, kept = self._engine.step, self._whole.left
+        step = self._engine.step
         if not step.keys:
             return
-        for layout, M in self.left.items():
+        for held, M in self._whole.noted():
             scale = step.scale(M.device)
-            if layout not in kept and scale is not None:
+            if not held.left and scale is not None:
                 M.div_(scale)
+            held.left = True
         self._void = True
         self.end_step()
 
@@ -82,16 +84,15 @@ class Unsettled(Listener):
                 elif applied and self._void and bucket.M:
                     bucket.product = product
                     bucket.applied = torch.ones((), dtype=torch.int64, device=bucket.message_P.device)
-            if self._verdict is not None or self.left:
-                verdict = self._verdict
+            verdict, noted = self._verdict, whole.noted()
+            if verdict is not None or noted:
                 if verdict is None or self._void or not applied:
-                    device = next(iter(self.left.values())).device if verdict is None else verdict.device
+                    device = noted[0][1].device if verdict is None else verdict.device
                     verdict = torch.full((), int(applied), device=device)
-                whole.left, whole.verdict = dict(self.left), verdict
+                whole.verdict = verdict
                 whole.settle(self._engine.step)
             if applied:
                 whole.hold({name: -sent for name, sent in self.exact.items()})
         self.exact = {}
         self.products.clear()
-        self.left.clear()
         self._verdict, self._void = None, False

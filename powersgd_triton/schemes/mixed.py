@@ -44,7 +44,7 @@ class Mixed(Scheme):
         if layout.rounded.segments:
             config = _config_of_rest(task.config.bypass, task.config.seed, task.config.backend)
             # All of it, also where workers need parts: it is small.
-            rest = dataclasses.replace(task, layout=layout.rounded, config=config, memory={}, ranges=None)
+            rest = dataclasses.replace(task, layout=layout.rounded, config=config, memory={}, found={}, ranges=None)
             parts.append((yield from self._quantized.average(rest)))
         return Both(backend.bucket, tuple(parts))
 

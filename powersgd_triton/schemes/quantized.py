@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import weakref
 import zlib
 from collections.abc import Generator, Mapping
 
@@ -24,10 +23,6 @@ class Quantized(Scheme):
     step, the worker and the bucket.
     """
 
-    def __init__(self) -> None:
-        # Of each bucket. They stay if a step is void, since only some workers may have noticed that.
-        self._shards: weakref.WeakKeyDictionary[Layout, Shards | None] = weakref.WeakKeyDictionary()
-
     def prepare(self, task: Task) -> Memory:
         """Return the memory of the bucket's messages. A void step drops it: collectives under way may still use it."""
         task.residuals.enter(task.layout, task.device)
@@ -35,9 +30,10 @@ class Quantized(Scheme):
 
     def average(self, task: Task) -> Generator[Work, None, "FlatAverage | QuantizedAverage"]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
-        if layout not in self._shards:
-            self._shards[layout] = _shards(task)
-        shards, seed, terms = self._shards[layout], None, None
+        if "shards" not in task.found:
+            task.found["shards"] = _shards(task)
+        shards: Shards | None = task.found["shards"]
+        seed, terms = None, None
         if config.error_feedback:
             M, terms = task.residuals.whole.terms(layout, task.gradients, step)
         else:

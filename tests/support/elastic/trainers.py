@@ -152,8 +152,8 @@ class Trainer:
             for group, (P, Q) in zip(bucket.layout.groups, bucket.joined(product), strict=True):
                 for segment, left, right in zip(group.segments, P, Q, strict=True):
                     found[segment.name] = (left.double() @ right.double().mT).view(segment.shape)
-        for layout, M in self.managed.sent.left.items():
-            for segment in layout.segments:
+        for held, M in self.managed._engine.residuals.whole.noted():
+            for segment in held.layout.segments:
                 before = self.before.get(segment.name, torch.zeros(())).double() + self.gradients[segment.name].double()
                 found[segment.name] = before - M[segment.span].view(segment.shape).double()
         if self.noted != place:
