@@ -52,7 +52,7 @@ def check_any(run: Callable[[], dict[str, Tensor]], device: str | None = None) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])], ids=str)
-@on_workers(2, 3)
+@on_workers(2, *slow([3]))
 def test_compressor(worker: int, world_size: int, dtype: torch.dtype) -> None:
     """With a loss scale that 16 bits do not hold."""
     given = [gradients(10 * seed + worker, dtype=dtype) for seed in range(3)]
@@ -76,7 +76,7 @@ def test_compressor(worker: int, world_size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["ternary", "sparse"])
-@on_workers(2, 3)
+@on_workers(2, *slow([3]))
 def test_local_steps(worker: int, world_size: int, quantize: str) -> None:
     changes = [torch.randn(20, 12, generator=torch.Generator().manual_seed(10 * n + worker)) for n in range(4)]
 
@@ -93,7 +93,7 @@ def test_local_steps(worker: int, world_size: int, quantize: str) -> None:
     check_any(run)
 
 
-@pytest.mark.parametrize("fields", [{"rank": 2}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+@pytest.mark.parametrize("fields", [{"rank": 2}, *slow([{"quantize": "int8"}, {"quantize": "int4"}])], ids=str)
 @on_workers(2)
 def test_fsdp2(worker: int, world_size: int, fields: dict[str, Any]) -> None:
     """Also of a run that goes on from a checkpoint."""

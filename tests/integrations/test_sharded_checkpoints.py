@@ -218,5 +218,5 @@ def chosen(worker: int, _world_size: int) -> None:
                 check_close(others[0].parameters(), made.parameters(), start, limit=1e-6)
 
 
-test_checkpoints = make_test([before_compression, between_adapters, refuses, torn_apart], 4)
-test_choices = pytest.mark.slow(make_test([chosen], 4))
+test_checkpoints = make_test([between_adapters, refuses, torn_apart], 4)
+test_choices = pytest.mark.slow(make_test([before_compression, chosen], 4))
