@@ -3,8 +3,10 @@
 import bisect
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,15 @@ OPTIONS: dict[str, dict[str, float | None]] = {
 """{method: {option: default}}. An option without a default must be given. ``inner`` multiplies the learning rate of the
 workers' own optimizer; with ``senders``, an entry is the mean over the workers that have sent it."""
 INNER = re.compile(r"\+inner(\d+(?:\.\d+)?)")
+
+VIEWS: dict[str, Callable[[str, tuple[int, ...]], tuple[int, int, int] | None]] = {
+    "dim0": lambda _, shape: (1, shape[0], math.prod(shape[1:])),
+    # Convolutions [out, in, k, k] as out · in × k · k.
+    "kernels": lambda _, shape: (1, math.prod(shape[:2]), math.prod(shape[2:])) if len(shape) == 4 else None,
+    # As one row, so that routers are averaged exactly.
+    "routers": lambda name, shape: (1, 1, math.prod(shape)) if "router" in name else None,
+}
+"""{last mode of an arm of the demo: ``matrices`` of its configuration}."""
 
 Make = Callable[[GPT, train.Settings], Sequence[torch.optim.Optimizer]]
 """Returns the optimizers of a model."""
@@ -86,10 +97,26 @@ class Arm:
         return ", ".join(f"{method}:({form}){options[method]}" if form else method for method, form in MESSAGES.items())
 
 
+@dataclasses.dataclass(frozen=True)
+class Viewed(gradient_arms.Arm):
+    """An arm of the demo that compresses other views of the gradients, a key of ``VIEWS``."""
+
+    view: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """See ``Arm``."""
+        return {**(super().options or {}), "matrices": VIEWS[self.view]}
+
+
 def of_demo(arm: str) -> gradient_arms.Arm | None:
     """Parse an arm that averages gradients in a way of the demo, also with another learning rate. None for others."""
-    ours = re.split("[:+]", arm)[0] in ("allreduce", "torch", "ours")
-    return gradient_arms.Arm.parse(INNER.sub("", arm), DEFAULT_RANK) if ours else None
+    if re.split("[:+]", arm)[0] not in ("allreduce", "torch", "ours"):
+        return None
+    text = INNER.sub("", arm)
+    viewed = re.fullmatch(rf"(ours.*)\+({'|'.join(VIEWS)})", text)
+    parsed = gradient_arms.Arm.parse(viewed[1] if viewed else text, DEFAULT_RANK)
+    return Viewed(**vars(parsed), view=viewed[2]) if viewed else parsed
 
 
 def inner(arm: str) -> float:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -41,34 +40,14 @@ PARALLELISMS = {
 # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
 ONE_BUCKET_MB = 1024
 
-
-def one_matrix(_: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the view of a tensor as one matrix, dim 0 × the rest."""
-    return 1, shape[0], math.prod(shape[1:])
-
-
-def rows_of_kernels(_: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Return the view of a convolution [out, in, k, k] as one matrix, out · in × k · k. None for other tensors."""
-    return (1, math.prod(shape[:2]), math.prod(shape[2:])) if len(shape) == 4 else None
-
-
-def exact_routers(name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Return the view of a router as one row, so that it is averaged exactly. None for other tensors."""
-    return (1, 1, math.prod(shape)) if "router" in name else None
-
-
 MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
-    "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
     "noexplore": {"explore_every": 0},
     "errors": {"error_feedback": True},
     "bypass8": {"bypass": "int8"},
     **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
     "pairs": {"node_group": "pairs"},
-    "dim0": {"matrices": one_matrix},
-    "kernels": {"matrices": rows_of_kernels},
-    "routers": {"matrices": exact_routers},
 }
 """{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
 RANK, BUDGET = r"[1-9]\d*", r"[1-9]\d*(\.\d+)?x|auto"
