@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import properties
-from tests.support.distributed import outcome
-from tests.support.sharded_training import in_one_group
+from tests.support.distributed import outcome, run_cases
 from tests.support.ways import WAYS
 from tests.support.wrapper_table import FORMATS, WRAPPERS
 
@@ -145,7 +144,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         wanted = [cell for cell in chosen if cell.kind() == kind]
         for needed in {needed for cell in wanted for needed in cell.needs()}:
             result(needed)
-        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, wanted[0].workers)
+        return run_cases({str(cell): cell.bound(folder) for cell in wanted}, wanted[0].workers)
 
     def result(cell: Cell) -> None:
         outcome(together(*cell.kind()), str(cell))

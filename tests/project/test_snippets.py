@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.distributed import folder, make_test, run_cases
+from tests.support.distributed import folder, make_test
 from tests.support.programs import DOCS, PAGES, ROOT, name_of, output_of, snippets
 
 ON_CPUS = {
@@ -130,13 +130,5 @@ def test_the_program_of_the_ddp_guide_prints_what_the_guide_says(tmp_path: Path)
     assert [*map(float, losses.findall(said))] == pytest.approx([*map(float, losses.findall(expected))], rel=0.1)
 
 
-def each_by_itself(cases: dict[str, Any], world_size: int) -> dict[str, list[Any]]:
-    return {name: run_cases({name: case}, world_size)[name] for name, case in cases.items()}
-
-
 CASES = {name_of(page).replace("/", " "): functools.partial(runs, name_of(page)) for page in PAGES}
-# torch remembers the groups of a mesh, also when the processes have left them.
-MESHES = [name for name, case in CASES.items() if "init_device_mesh" in "".join(blocks_of(*case.args))]
-OTHERS = [name for name, case in CASES.items() if name not in MESHES and blocks_of(*case.args)]
-test_blocks_run = make_test({name: CASES[name] for name in OTHERS}, 2)
-test_blocks_with_a_mesh_run = make_test({name: CASES[name] for name in MESHES}, 2, each_by_itself)
+test_blocks_run = make_test({name: case for name, case in CASES.items() if blocks_of(*case.args)}, 2)

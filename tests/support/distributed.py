@@ -38,6 +38,9 @@ class Failure(str):
     """Traceback of a case that failed on a worker."""
 
 
+NOT_RUN = Failure("not run, since a case before it failed")
+
+
 def run(
     fn: Worker, world_size: int, *args: Any, timeout: float = HUNG, casualties: Collection[int] = ()
 ) -> list[Any]:  # fmt: skip
@@ -53,7 +56,10 @@ def run(
 def run_cases(
     cases: Cases, world_size: int, *args: Any, timeout: float = HUNG, casualties: Collection[int] = ()
 ) -> dict[str, list[Any]]:
-    """Call cases one after the other in the same processes, each in a group of its own: {name: results}."""
+    """Call cases one after the other in the same processes, until one fails: {name: results}.
+
+    They share a group: torch remembers the groups of a mesh, also when the processes have left them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = forkserver()
         processes = [
@@ -79,10 +85,13 @@ def run_cases(
                 if process.is_alive():
                     process.kill()
                     process.join()
-        paths = {name: [Path(folder, f"{name}.{worker}") for worker in range(world_size)] for name in cases}
-        return {
-            name: [pickle.loads(p.read_bytes()) if p.exists() else None for p in own] for name, own in paths.items()
-        }
+        paths = [_results(folder, worker) for worker in range(world_size)]
+        found = [pickle.loads(path.read_bytes()) if path.exists() else dict.fromkeys(cases) for path in paths]
+        return {name: [results.get(name, NOT_RUN) for results in found] for name in cases}
+
+
+def _results(folder: str, worker: int) -> Path:
+    return Path(folder, f"results.{worker}")
 
 
 def _stacks(folder: str, processes: Sequence[Any]) -> str:
@@ -113,15 +122,13 @@ def named(cases: Cases | Sequence[Worker]) -> Cases:
     return cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
 
 
-def make_test(
-    cases: Cases | Sequence[Worker], world_size: int, run_all: Callable[..., Any] = run_cases
-) -> Callable[..., None]:
+def make_test(cases: Cases | Sequence[Worker], world_size: int) -> Callable[..., None]:
     """A test of each case. Those that are selected run in the same processes, when the first one is asked for."""
     bodies = named(cases)
 
     @functools.cache
     def results(*chosen: str) -> dict[str, list[Any]]:
-        return dict(run_all({name: bodies[name] for name in chosen}, world_size))
+        return run_cases({name: bodies[name] for name in chosen}, world_size)
 
     @pytest.mark.parametrize("name", bodies)
     def test(name: str, request: pytest.FixtureRequest) -> None:
@@ -172,27 +179,28 @@ def _work(
     faulthandler.register(signal.SIGUSR1, _stack(folder, worker).open("w"))
     # What is imported stays; looking through it in each collection takes longer than many a case.
     gc.freeze()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=worker,
+        world_size=world_size,
+        timeout=PROCESS_GROUP_TIMEOUT,
+    )
+    results: dict[str, Any] = {}
     for name, case in cases.items():
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/{name}.store",
-            rank=worker,
-            world_size=world_size,
-            timeout=PROCESS_GROUP_TIMEOUT,
-        )
         try:
-            result = case(worker, world_size, *args)
+            results[name] = case(worker, world_size, *args)
         # Those of DCP and of pytest.raises are not derived from Exception.
         except BaseException:
-            result = Failure(traceback.format_exc())
-        Path(folder, f"{name}.{worker}").write_bytes(pickle.dumps(result))
-        # Whoever failed leaves at once: then the others' collectives fail instead of waiting for it.
-        if not isinstance(result, Failure):
-            with contextlib.suppress(RuntimeError):
-                dist.barrier()
-        # What refers to the group in a cycle must not outlive it.
+            results[name] = Failure(traceback.format_exc())
+            # Whoever failed leaves at once: then the others' collectives fail instead of waiting for it.
+            break
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+        # What refers to a group in a cycle must not outlive it.
         gc.collect()
-        dist.destroy_process_group()
+    _results(folder, worker).write_bytes(pickle.dumps(results))
+    dist.destroy_process_group()
     if worker in casualties:
         sys.exit("this worker was meant to die")
     # Gloo's threads now and then abort Python's shutdown, with plain DDP too. All results are written.

@@ -5,8 +5,7 @@ import functools
 import inspect
 import math
 import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
 from tests.support import distributed
-from tests.support.distributed import Cases, Failure, Worker
 
 WIDTH = 25
 TOKENS = 17
@@ -31,7 +29,7 @@ RATE = 0.5
 """The learning rate: a power of two, so that dividing by it rounds nothing."""
 Gradients = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-MISSING = Failure("not run, since a case before it failed")
+make_test = distributed.make_test
 
 
 class Block(nn.Module):
@@ -122,28 +120,6 @@ def train(module: Any, worker: int, steps: range = range(3)) -> Gradients:
         backward(module, worker, step)
         optimizer.step()
     return parameters(module)
-
-
-def in_one_group(cases: Cases, world_size: int) -> dict[str, list[Any]]:
-    """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
-    by_worker = distributed.run(_in_turn, world_size, cases)
-    return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}
-
-
-def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, case in cases.items():
-        try:
-            results[name] = case(worker, world_size)
-        # DCP's exceptions are not derived from Exception.
-        except BaseException:
-            results[name] = Failure(traceback.format_exc())
-            # The others may wait for this worker.
-            break
-    return results
-
-
-make_test = functools.partial(distributed.make_test, run_all=in_one_group)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.distributed import PROCESS_GROUP_TIMEOUT
+from tests.support.distributed import PROCESS_GROUP_TIMEOUT, regroup
 from tests.support.faults.local import Local
 from tests.support.faults.saved import resume
 from tests.support.faults.trainer import BIASES, CAPS, MATRICES, SHAPES, Gradients, Setting, Trainer
@@ -62,7 +62,11 @@ class Fault:
     local: bool = False
 
     def __call__(self, worker: int, world_size: int, times: int, folder: Path) -> Tally:
-        """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it."""
+        """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it.
+
+        In a group of its own, so that collectives that a fault has left open are not another one's.
+        """
+        regroup(folder / f"{self.title}.store", worker, world_size, PROCESS_GROUP_TIMEOUT.total_seconds())
         tally = Tally()
         dice = random.Random(self.title)
         trainer: Any = (Local if self.local else Trainer)(worker, world_size, dice)
