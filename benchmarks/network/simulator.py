@@ -87,9 +87,11 @@ def _calls(
     numbered = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
     tensors = {name: shape for shapes in numbered for name, shape in shapes.items()}
     engine = Engine(counted(config), config, communicator, lambda: tensors)
+    # Quantized gradients are encoded, since nothing else knows their codes' sizes.
+    device = META if config.quantize is None else torch.device("cpu")
     for shapes in numbered:
-        bucket = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])  # type: ignore[misc]
-        engine.average(bucket, {n: torch.empty(s, device=META) for n, s in shapes.items()}, join=True)
+        bucket = engine.begin(id(shapes), lambda own=shapes: own, device, last=shapes is numbered[-1])  # type: ignore[misc]
+        engine.average(bucket, {n: torch.zeros(s, device=device) for n, s in shapes.items()}, join=True)
     return tuple(calls)
 
 

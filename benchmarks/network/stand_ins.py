@@ -19,6 +19,7 @@ from powersgd_triton.ops.wire import Wire
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.mixed import Mixed
+from powersgd_triton.schemes.quantized import Quantized
 
 META = torch.device("meta")
 """Device of tensors that have sizes and no memory."""
@@ -108,7 +109,9 @@ class Counted(LowRank):
 
 
 def counted(config: PowerSGDConfig) -> Scheme:
-    """Return a scheme of factors that computes nothing."""
+    """Return a scheme whose factors are not computed."""
+    if config.quantize is not None:
+        return Quantized()
     if config.bypass is None:
         return Counted()
     scheme = Mixed()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
 from benchmarks.network.simulator import RESULTS, exact, simulate
-from benchmarks.network.stand_ins import CountedWorker
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
@@ -21,13 +20,11 @@ from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.planning.models import Shapes
-from powersgd_triton.schemes import new_engine
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import slow, thinned
 
 RECORD = RESULTS / "two-levels.json"
-CPU = torch.device("cpu")
 SHAPES = {"a": (48, 70), "bias": (70,), "b": (48, 70), "c": (301, 20), "d": (129, 36), "norm": (5,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"rank": 4},
@@ -106,6 +103,21 @@ def test_times_follow_the_model() -> None:
     assert levels.most() == levels.normalized == 3000
 
 
+def predict_as_counted(config: PowerSGDConfig, nodes: int, node_size: int) -> None:
+    """Also where small messages wait for the next bucket, and of a bucket without matrices."""
+    buckets: list[Shapes] = [[(600, 600), (30_000,)], [(9_000,), (70_000,)], [(512, 512), (512,), (20_000,)]]
+    network, two_levels = Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4), node_size > 1
+    named = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
+    job = Job(named, 0.0, network, two_levels)
+    traffic = simulate(buckets, config, nodes, node_size, two_levels=two_levels)
+    # The prediction does not know where messages are cut.
+    assert sum(job.messages(job.layouts(config), config)) == pytest.approx(traffic.seconds(network), rel=0.02)
+    sent = job.compressed(config, ComputeTime((0.0,) * 3)).bytes_per_step
+    # The workers of a node share its messages.
+    counted = traffic.normalized * (node_size if two_levels else 1)
+    assert counted == (pytest.approx(sent, rel=0.02) if nodes > 1 else 0)
+
+
 @thinned(
     "cluster, joined, bypass, width, fields",
     [(2, 1), (3, 1), (2, 2), (3, 2)],
@@ -117,47 +129,13 @@ def test_times_follow_the_model() -> None:
 def test_predicted_times_and_bytes_of_vectors_are_those_of_the_counted_collectives(
     joined: bool, bypass: str | None, width: str, fields: dict[str, Any], cluster: tuple[int, int]
 ) -> None:
-    """Also where small messages wait for the next bucket, and of a bucket without matrices.
-
-    In its first step the alternating algorithm sends Q, as long as P here.
-    """
-    (nodes, node_size), two_levels = cluster, cluster[1] > 1
-    buckets: list[Shapes] = [[(600, 600), (30_000,)], [(9_000,), (70_000,)], [(512, 512), (512,), (20_000,)]]
-    config = PowerSGDConfig(rank=16, wire_dtype=width, bypass=bypass, **fields)
-    network = Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
-    named = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
-    job = Job(named, 0.0, network, two_levels)
+    """In its first step the alternating algorithm sends Q, as long as P here."""
     with latency_decides() if joined else contextlib.nullcontext():
-        traffic = simulate(buckets, config, nodes, node_size, two_levels=two_levels)
-        predicted = sum(job.messages(job.layouts(config), config))
-        sent = job.compressed(config, ComputeTime((0.0,) * 3)).bytes_per_step
-    # The prediction does not know where messages are cut.
-    assert predicted == pytest.approx(traffic.seconds(network), rel=0.02)
-    # The workers of a node share its messages.
-    assert sent == pytest.approx(traffic.normalized * (node_size if two_levels else 1), rel=0.02)
+        predict_as_counted(PowerSGDConfig(rank=16, wire_dtype=width, bypass=bypass, **fields), *cluster)
 
 
-@pytest.mark.parametrize(("nodes", "node_size"), [(2, 1), (3, 1), (2, 2), (3, 2), (1, 2)])
-def test_predicted_times_of_quantized_gradients_are_those_of_the_counted_collectives(
-    nodes: int, node_size: int
+@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2), (3, 2), (1, 2)])
+def test_predicted_times_and_bytes_of_quantized_gradients_are_those_of_the_counted_collectives(
+    cluster: tuple[int, int],
 ) -> None:
-    """Of fp32 gradients, some of which wait for the next bucket."""
-    buckets: list[dict[str, tuple[int, ...]]] = [
-        {"a": (480, 700), "bias": (480,)}, {"small": (30, 20)}, {"b": (2048, 128)},
-    ]  # fmt: skip
-    tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
-    config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
-    calls: list[tuple[bool, Call]] = []
-    communicator = CountedWorker(0, nodes * node_size, calls)
-    if two_levels := node_size > 1:
-        communicator.inside = CountedWorker(0, node_size, calls, inside=True)
-        communicator.across = CountedWorker(0, nodes, calls)
-    engine = new_engine(config, communicator, lambda: tensors)
-    for shapes in buckets:
-        bucket = engine.begin(id(shapes), lambda own=shapes: own, CPU, last=shapes is buckets[-1])  # type: ignore[misc]
-        engine.average(bucket, {name: torch.zeros(shape) for name, shape in shapes.items()}, join=True)
-    # All workers of a node send the same.
-    counted = Traffic(nodes, node_size, (tuple(calls),) * (node_size if two_levels else 1)).seconds(network)
-    job = Job(buckets, 0.0, network, two_levels)
-    # Whole blocks are sent, and by more than two workers in parts of equal length.
-    assert sum(job.messages(job.layouts(config), config)) == pytest.approx(counted, rel=0.02)
+    predict_as_counted(PowerSGDConfig(quantize="int8"), *cluster)
