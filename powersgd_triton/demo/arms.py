@@ -47,9 +47,8 @@ MODES: dict[str, dict[str, Any]] = {
     "errors": {"error_feedback": True},
     "bypass8": {"bypass": "int8"},
     **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
-    "pairs": {"node_group": "pairs"},
 }
-"""{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
+"""{name of a mode in an arm: fields of our configuration}."""
 RANK, BUDGET = r"[1-9]\d*", r"[1-9]\d*(\.\d+)?x|auto"
 SIZE = rf"{RANK}|{BUDGET}|{'|'.join(QUANTIZED)}"
 ARM = rf"allreduce(\+bf16)?|torch(:{RANK})?|ours(:({SIZE}))?(\+({'|'.join(MODES)}))*"
@@ -127,21 +126,16 @@ def distribute(
 
 def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
     """Return (state, hook) to register with DDP. With torch's hook, the gradients must be in one bucket."""
-    if arm.options is None:
+    options = arm.options
+    if options is None:
         if "bf16" in arm.modes:
             # DDP refuses the hook itself by its name, unless there is NCCL. Gloo can do what it does.
             return None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
-        incumbent = torch_powersgd.PowerSGDState(None, arm.options["rank"], 2, orthogonalization_epsilon=1e-8)
+        incumbent = torch_powersgd.PowerSGDState(None, options["rank"], 2, orthogonalization_epsilon=1e-8)
         return incumbent, torch_powersgd.powerSGD_hook
-    options = dict(arm.options)
-    if "node_group" in options:
-        device = next(model.parameters()).device
-        options["node_group"] = init_device_mesh(device.type, (dist.get_world_size() // 2, 2))
-    if "rank" in options:
-        options["matrix_approximation_rank"] = options.pop("rank")
     return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook
 
 
