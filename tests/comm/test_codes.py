@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.network.stand_ins import CountedWorker
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.agreement import exhaust
 from powersgd_triton.config import QUANTIZED, SPARSE
 from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout import wire_format
@@ -18,7 +18,7 @@ from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes import quantized as scheme
 from powersgd_triton.schemes.quantized_mean import Exchange, Shards, scattered_mean, summed
-from tests.support.lines import Line, communicate, in_nodes
+from tests.support.lines import in_nodes, together
 from tests.support.thinned import thinned
 
 CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))
@@ -32,21 +32,15 @@ def average(
     workers, config = len(given), PowerSGDConfig(quantize=codes, error_feedback=seed is None)
     left, means = [tensor.clone() for tensor in given], [torch.empty(0)] * workers
 
-    def run(worker: int, line: Line) -> Iterator[Any]:
-        own = None if seed is None else seed + worker
+    def run(worker: int) -> None:
+        exchange = Exchange(config, lines[worker], None if seed is None else seed + worker)
         if shards is None:
-            messages = yield from summed(left[worker], Exchange(config, line, own))
-            means[worker] = messages.write(torch.empty(len(given[0])))
+            means[worker] = exhaust(summed(left[worker], exchange)).write(torch.empty(len(given[0])))
         else:
-            means[worker] = yield from scattered_mean(left[worker], shards, Exchange(config, line, own))
+            means[worker] = exhaust(scattered_mean(left[worker], shards, exchange))
 
-    lines, levels = in_nodes(workers, node_size)
-    running = [run(worker, line) for worker, line in enumerate(lines)]
-    while running:
-        # One collective at a time.
-        running = [schedule for schedule in running if next(schedule, "done") != "done"]
-        for group in levels or [lines]:
-            communicate(group)
+    lines = in_nodes(workers, node_size)
+    together(lines, run)
     return means, left
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.core.loading import save
 from powersgd_triton.layout.constants import DEAD_COLUMN
 from powersgd_triton.layout.layout import Segment
 from powersgd_triton.layout.matrices import products
@@ -38,7 +37,7 @@ class Follower:
     def load(self, step: int) -> None:
         """Save the state after a step, and go on from it in nodes of the next size. What all owe stays the same."""
         before = self.owed_by_all()
-        saved = self.fleet.together(lambda engine: save(engine))
+        saved = self.fleet.save()
         sizes = self.case.node_sizes
         self.fleet = Fleet(
             self.config,
