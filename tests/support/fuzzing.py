@@ -14,13 +14,13 @@ from powersgd_triton.ops.bucket import keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.reference import largest_error
 from tests.support.fuzz_cases import Case, gradients
-from tests.support.held import TINY, Model, check_memory, check_read, fits, gamma, mean_in_range, owed, pair, total
+from tests.support.held import TINY, check_memory, check_read, fits, follow, gamma, mean_in_range, owed, pair, total
 from tests.support.lockstep import BucketRun, Fleet, Values, assert_same_bits
 from tests.support.orthonormal import ORTHONORMAL, departure
 
 
 class Follower:
-    """Runs a case and compares every step with the model, started from what the workers themselves held before."""
+    """Runs a case and compares every step with the method, started from what the workers themselves held before."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -207,17 +207,14 @@ class Follower:
             return
         assert all(own.isfinite().all() for own in G)
         left, right = (factors[index] for factors in self.views(run, segment, 0))
-        # Of the alternating algorithm: 0 where the step begins with Q = Mᵀ P̂.
-        turn = int(products(self.config, self.fleet.engines[0].step.iteration - 1, 0)[0])
-        model = Model(E, left, right, self.config.iterations, self.config.algorithm == "alternating", turn)
+        iteration = self.fleet.engines[0].step.iteration - 1
+        turns = [products(self.config, iteration, repetition) for repetition in range(self.config.iterations)]
         chosen = iter(range(1, len(run.bases)))
         drop = max(self.config.orthogonalization_epsilon, DEAD_COLUMN)
 
-        def chosen_basis(A: Tensor, size: Tensor) -> Tensor:
+        def chosen_basis(side: int, A: Tensor, size: Tensor) -> Tensor:
             """The basis that the run chose, which must span A."""
             at = next(chosen)
-            # Of a step's bases, every second one is a right one, or all are on the side of the turn.
-            side = 1 - (model.turn if self.config.algorithm == "alternating" else at) % 2
             basis = self.views(run, segment, at)[side][index]
             if at == len(run.bases) - 1 and not self.config.warm_start:
                 return basis
@@ -232,8 +229,8 @@ class Follower:
             assert (outside <= allowed).all(), f"{segment}: basis {at} misses {outside} where {allowed} is allowed"
             return basis
 
-        average = model.step(G, chosen_basis, sizes)
-        tolerance = share * total(model.sizes) + k * TINY
+        average, rests, sizes = follow(G, E, sizes, (left, right), turns, chosen_basis)
+        tolerance = share * total(sizes) + k * TINY
         # A projection on orthonormal columns enlarges nothing.
         whole = own_matrix(run.averages[0][segment.name])
         sent = whole.norm() * len(given)
@@ -249,7 +246,7 @@ class Follower:
         if before is None:
             return
         after = self.by_node([own_matrix(owed(engine, segment)[0]) for engine in self.fleet.engines])
-        for found, left_over, size, own, E_before in zip(after, model.errors, model.sizes, G, E, strict=True):
+        for found, left_over, size, own, E_before in zip(after, rests, sizes, G, E, strict=True):
             expected = left_over if applied else own + E_before
             error = (found - expected).abs()
             tolerance = share * size + k * TINY
