@@ -1,5 +1,8 @@
 """The memory of errors of tensors that are sent whole, and the memory and the operations that a step takes."""
 
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.buckets import FilledBucket
 from benchmarks.shapes import SMALL_GRADIENT_SETS
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import whole
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import blocks
@@ -22,9 +26,11 @@ from powersgd_triton.ops.host import library
 from powersgd_triton.ops.step import LossScale, Step
 from powersgd_triton.planning.models import Shapes, gpt2
 from powersgd_triton.ranks.plan import RankPlan
-from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes.mixed import Mixed
 from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads, same_bits
 from tests.support.distributed import on_workers
+from tests.support.lines import in_nodes, together
+from tests.support.programs import ROOT
 
 INT4 = PowerSGDConfig(quantize="int4")
 SHAPES = {"weight": (240, 200), "bias": (70,), "other": (160, 120)}
@@ -32,43 +38,67 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 WHOLE, HALVES = (["weight", "bias", "other"],), (["weight", "bias"], ["other"])
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-@on_workers(2)
-def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, on_host: bool) -> None:
-    """Over steps with a scale, with other buckets from the second one on, one that is not finite, and one that fails.
+def documented_scheme() -> Any:
+    """The one that docs/architecture.md adds."""
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["Sign"]()
 
-    Also if the host does not read verdicts, as on a GPU.
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("scheme", [Mixed, documented_scheme])
+def test_errors_take_four_bytes_and_lose_nothing(scheme: Callable[[], Any], workers: int, on_host: bool) -> None:
+    """Over steps with other buckets from the second one on, one that is not finite, one that fails, and a saved state.
+
+    Several workers have a scale. Also if the host does not read verdicts, as on a GPU.
     """
-    communicator, scale = Communicator(), 1.0
-    engine = new_engine(INT4, communicator, lambda: SHAPES)
-    engine.step.loss_scale = LossScale(lambda: scale)
+    scale, lines = 1.0, in_nodes(workers)
+    engines = [Engine(scheme(), INT4, line, lambda: SHAPES) for line in lines]
+    for engine in engines if workers > 1 else ():
+        engine.step.loss_scale = LossScale(lambda: scale)
     balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     before = live_bytes()
+
+    def average(worker: int, step: int, names: list[str]) -> dict[str, Tensor]:
+        engine, given = engines[worker], gradients(10 * step + worker, SHAPES)
+        own = {name: given[name] * scale for name in names}
+        if step == 3 and worker == 0 and "other" in own:
+            own["other"][0, 0] = torch.inf
+        engine.average(engine.begin(tuple(names), lambda: {n: SHAPES[n] for n in names}, CPU), own)
+        if step == 5:
+            engine.void()
+        elif step != 3:
+            for name in names:
+                balance[name] += given[name].double() - own[name].double() / scale
+        return own
+
+    def reload(worker: int) -> None:
+        saved = save(engines[worker])
+        load(engines[worker], lambda: (saved, None))
+
     with mock.patch.object(whole, "on_host", return_value=on_host):
-        for step in range(7):
-            scale, given = 3.0**step, gradients(10 * step + worker, SHAPES)
-            for names in WHOLE if step == 0 else HALVES:
-                own = {name: given[name] * scale for name in names}
-                if step == 3 and worker == 0 and "other" in own:
-                    own["other"][0, 0] = torch.inf
-                bucket = engine.begin(tuple(names), lambda: {n: SHAPES[n] for n in names}, CPU)  # noqa: B023
-                engine.average(bucket, own)
-                if step == 5:
-                    engine.void()
-                    break
-                if step != 3:
-                    for name in names:
-                        balance[name] += given[name].double() - own[name].double() / scale
-            engine.end_step()
-            del given, own, bucket
+        for step in range(8):
+            scale = 3.0**step if workers > 1 else 1.0
+            for names in WHOLE if step == 0 else HALVES[:1] if step == 5 else HALVES:
+                averages = together(lines, functools.partial(average, step=step, names=names))
+                assert step == 3 or all(same_bits(own, averages[0]) for own in averages)
+                del averages
+            if step != 5:
+                together(lines, lambda worker: engines[worker].end_step())
             # The rest is what decides about 1024 steps. The memory of messages and of the old errors stays on the CPU.
-            messages = 1.6 * NUMEL * (1 if step == 0 else 2)
-            assert live_bytes() - before - messages <= (2.5 if on_host else 1.5) * 4 * NUMEL, step
-    for name, error in engine.residuals.error(engine.step).items():
-        left = communicator.mean(error.double()).view(SHAPES[name])
-        # Five steps that count, of elements of size 1, in fp32.
-        lost = (left - communicator.mean(balance[name])).square().mean().sqrt()
-        assert lost <= 5 * 2**-23, (name, lost)
+            messages = 2 * NUMEL * (1 if step == 0 else 2)
+            taken = (live_bytes() - before) / workers - messages
+            assert step == 7 or taken <= (2.5 if on_host else 1.5) * 4 * NUMEL, step
+            if step == 6:
+                together(lines, reload)
+    errors = [engine.residuals.error(engine.step) for engine in engines]
+    for name, shape in SHAPES.items():
+        left = sum(error[name].double().view(shape) for error in errors)
+        # Six steps that count, of elements of size 1, in fp32.
+        lost = (left - balance[name]).square().mean().sqrt() / workers
+        assert lost <= 6 * 2**-23, (name, lost)
 
 
 def test_errors_stay_if_no_memory_is_left_for_their_copies():
