@@ -19,24 +19,14 @@ INF, NAN = float("inf"), float("nan")
 LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclasses.dataclass
-class Tally:
-    """What has become of a fault's injections, as one worker saw it."""
+KINDS = ("lost", "hung", "poisoned")
+Problems = list[str]
+"""What went wrong in one injection of a fault, each with one of ``KINDS`` before it."""
 
-    injected: int = 0
-    lost: int = 0
-    hung: int = 0
-    poisoned: int = 0
-    details: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, *, lost: list[str], poisoned: list[str], hung: list[str] = ()) -> None:  # type: ignore[assignment]
-        """Count one injection."""
-        self.injected += 1
-        self.lost += bool(lost)
-        self.poisoned += bool(poisoned)
-        self.hung += bool(hung)
-        self.details += [*(f"lost: {d}" for d in lost), *(f"poisoned: {d}" for d in poisoned)]
-        self.details += [f"hung: {d}" for d in hung]
+def problems(trainer: Any) -> Problems:
+    found = {"lost": trainer.lost, "poisoned": trainer.poisoned}
+    return [f"{kind}: {said}, with {trainer.setting}" for kind, each in found.items() for said in each]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,31 +51,26 @@ class Fault:
     algorithm: str | None = None
     local: bool = False
 
-    def __call__(self, worker: int, world_size: int, times: int, folder: Path) -> Tally:
+    def __call__(self, worker: int, world_size: int, times: int, folder: Path) -> list[Problems]:
         """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it.
 
         In a group of its own, so that collectives that a fault has left open are not another one's.
         """
         regroup(folder / f"{self.title}.store", worker, world_size, PROCESS_GROUP_TIMEOUT.total_seconds())
-        tally = Tally()
-        dice = random.Random(self.title)
+        found, dice = list[Problems](), random.Random(self.title)
         trainer: Any = (Local if self.local else Trainer)(worker, world_size, dice)
         for _ in range(times):
             setting = Setting.draw(dice, scaled=self.scaled, algorithm=self.algorithm)
+            trainer.lost, trainer.poisoned = [], []
             start = time.monotonic()
             try:
-                trainer.lost, trainer.poisoned = [], []
                 self._episode(trainer, setting, folder)
-                tally.add(lost=trainer.lost, poisoned=trainer.poisoned)
             except Exception:
                 # Whoever waited in vain hung; whoever got anything else lost the run. The others are not waited for.
                 late = time.monotonic() - start >= PROCESS_GROUP_TIMEOUT.total_seconds()
-                reason = [f"{setting}: {traceback.format_exc()}"]
-                tally.add(lost=[] if late else reason, poisoned=[], hung=reason if late else [])
-                break
-            if trainer.lost or trainer.poisoned:
-                tally.details.append(f"… with {trainer.setting}")
-        return tally
+                return [*found, [f"{'hung' if late else 'lost'}: {setting}: {traceback.format_exc()}"]]
+            found.append(problems(trainer))
+        return found
 
     def _episode(self, trainer: Any, setting: Setting, folder: Path) -> None:
         dice = trainer.dice

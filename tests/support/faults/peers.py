@@ -16,7 +16,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import schedule
 from tests.support.distributed import regroup, run_cases
-from tests.support.faults.episodes import Tally
+from tests.support.faults.episodes import Problems, problems
 from tests.support.faults.ledger import Ledger
 from tests.support.faults.local import LOST, Local
 from tests.support.faults.local_events import after
@@ -91,8 +91,8 @@ class Loss:
     victims: tuple[int, ...]
     seed: int
 
-    def __call__(self, worker: int, world_size: int, folder: Path) -> Tally:
-        tally, dice = Tally(), random.Random(self.seed)
+    def __call__(self, worker: int, world_size: int, folder: Path) -> list[Problems]:
+        found, dice = list[Problems](), random.Random(self.seed)
         alive = list(range(world_size))
         for victim in self.victims:
             # Nobody leaves a group that others are still entering.
@@ -120,10 +120,10 @@ class Loss:
             trainer.audit()
             trainer.unwrap()
             (folder / f"{name}.done").touch()
-            tally.add(lost=trainer.lost, poisoned=trainer.poisoned, hung=hung)
-        return tally
+            found.append([*problems(trainer), *hung])
+        return found
 
-    def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> list[str]:
+    def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> Problems:
         """A step in the middle of which a worker is lost, and what is to be said of a survivor that waited too long.
 
         What the others gave to it they owe still."""
@@ -140,7 +140,7 @@ class Loss:
         seconds = time.monotonic() - start
         if trainer.worker != victim:
             trainer.lost += _owed_differently(trainer, before, given)
-        return [f"{seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
+        return [f"hung: {seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
 
     def _end(self, done: Path) -> Callable[[Tensor], None]:
         def die(gradient: Tensor) -> None:
@@ -179,20 +179,20 @@ def _owed_differently(trainer: Trainer, before: Gradients, given: Gradients) -> 
     return ledger.differences([trainer.owed()])
 
 
-def lose(kind: str, times: int, folder: Path) -> list[Tally]:
-    """Lose a worker of three and then one of two, again and again. What the survivor of each round saw."""
+def lose(kind: str, times: int, folder: Path) -> list[Problems]:
+    """Lose a worker of three and then one of two, again and again. What the survivors saw of each loss."""
     dice = random.Random(kind)
-    return [_round(kind, dice, number, folder) for number in range(-(-times // 2))]
+    return [found for number in range(-(-times // 2)) for found in _round(kind, dice, number, folder)]
 
 
-def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Tally:
+def _round(kind: str, dice: random.Random, number: int, folder: Path) -> list[Problems]:
     victims = tuple(dice.sample(range(3), 2))
     (survivor,) = {0, 1, 2} - {*victims}
     case = {kind: Loss(kind, victims, dice.randrange(1 << 30))}
     try:
         found = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind][survivor]
     except TimeoutError as error:
-        return Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
+        return [[f"hung: round {number}: {error}"]]
     except RuntimeError as error:
         found = error
-    return found if isinstance(found, Tally) else Tally(1, lost=1, details=[f"lost: round {number}: {found}"])
+    return found if isinstance(found, list) else [[f"lost: round {number}: {found}"]]

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.distributed import run_cases
 from tests.support.faults import episodes, local_events, peers, saved
-from tests.support.faults.episodes import Fault, Tally
+from tests.support.faults.episodes import KINDS, Fault, Problems
 
 PAGE = Path("docs", "faults.md")
 """Where the table stands, from the project's root."""
@@ -132,8 +132,8 @@ def titles() -> list[str]:
     return [*(fault.title for fault in FAULTS), *(title for title, _ in LOSSES)]
 
 
-def inject(times: int, *, rarely: int, timeout: float) -> dict[str, Tally]:
-    """Inject every fault so many ``times``, and those that cost new processes ``rarely``: {title: tally}.
+def inject(times: int, *, rarely: int, timeout: float) -> dict[str, list[Problems]]:
+    """Inject every fault so many ``times``, and those that cost new processes ``rarely``: {title: what went wrong}.
 
     A TimeoutError means that workers hung outside of collectives.
     """
@@ -143,39 +143,26 @@ def inject(times: int, *, rarely: int, timeout: float) -> dict[str, Tally]:
         results = run_cases(cases, WORKERS, times, Path(folder), timeout=timeout)
         found = {fault.title: _joined(results[name]) for name, fault in cases.items()}
         for title, kind in LOSSES:
-            found[title] = _added(peers.lose(kind, rarely, Path(folder)))
+            found[title] = peers.lose(kind, rarely, Path(folder))
     return found
 
 
-def _joined(tallies: Sequence[Any]) -> Tally:
-    """One tally of the same injections, from what each worker saw."""
-    seen = [tally if isinstance(tally, Tally) else Tally(1, lost=1, details=[str(tally)]) for tally in tallies]
-    return Tally(
-        injected=min(tally.injected for tally in seen),
-        lost=max(tally.lost for tally in seen),
-        hung=max(tally.hung for tally in seen),
-        poisoned=max(tally.poisoned for tally in seen),
-        details=[f"worker {worker}: {detail}" for worker, tally in enumerate(seen) for detail in tally.details],
-    )
+def _joined(by_worker: Sequence[Any]) -> list[Problems]:
+    """What went wrong in each injection on any worker. One that has failed may have seen less of them."""
+    seen = [found if isinstance(found, list) else [[f"lost: {found}"]] for found in by_worker]
+    return [
+        [f"{said} (worker {worker})" for worker, found in enumerate(injection) for said in found]
+        for injection in zip(*seen, strict=False)
+    ]
 
 
-def _added(tallies: Sequence[Tally]) -> Tally:
-    """One tally of the injections of several."""
-    total = Tally()
-    for tally in tallies:
-        for field in ("injected", "lost", "hung", "poisoned"):
-            setattr(total, field, getattr(total, field) + getattr(tally, field))
-        total.details += tally.details
-    return total
-
-
-def markdown(found: dict[str, Tally], command: str) -> str:
+def markdown(found: dict[str, list[Problems]], command: str) -> str:
     """The table, and how it was made."""
     outcomes = {fault.title: fault.outcome for fault in FAULTS} | dict.fromkeys((title for title, _ in LOSSES), REGROUP)
-    rows = [
-        f"| {title} | {tally.injected} | {outcomes[title]} | {tally.lost} | {tally.hung} | {tally.poisoned} |"
-        for title, tally in found.items()
-    ]
+    rows = []
+    for title, injections in found.items():
+        numbers = [sum(any(said.startswith(kind) for said in each) for each in injections) for kind in KINDS]
+        rows.append(f"| {title} | {len(injections)} | {outcomes[title]} | {' | '.join(map(str, numbers))} |")
     version = torch.__version__.split("+")[0]
     made = f"Made by `{command}` with torch {version}, {WORKERS} gloo workers (3 where one is lost) and real DDP."
     return "\n".join([HEAD, *rows, "", made])
