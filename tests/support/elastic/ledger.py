@@ -26,10 +26,7 @@ class Outcome:
     unequal: int
     split: int
     hung: bool
-    steps: int
     failed: list[str]
-    collectives: int
-    """Of an undisturbed step."""
 
     def wrong(self, most: float) -> str:
         """What must not be: that workers fail, hang or differ, or that a step loses more than ``most``."""
@@ -81,8 +78,7 @@ def checked(
                 lost = max(lost, *(_kept(name, record, after) for name in record["gradients"]))
     times = sorted(record["time"] for found in applied.values() for record in found)
     delays = [min((t - kill for t in times if t > kill + 0.05), default=float("inf")) for kill in faults]
-    collectives = min((record["collectives"] for found in applied.values() for record in found), default=0)
-    return Outcome(delays, voids, lost, unequal, split, hung, len(applied), failed, collectives)
+    return Outcome(delays, voids, lost, unequal, split, hung, failed)
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -117,7 +117,7 @@ class Trainer:
                 continue
             record = {"step": step, "quorum": quorum, "before": self.before, "gradients": self.gradients, "last": False}
             record |= {"average": average, "applied": applied, "workers": manager.num_participants(), "time": done}
-            self.log({**record, "parameters": self.parameters, "collectives": self.count})
+            self.log({**record, "parameters": self.parameters})
             time.sleep(self.scenario.pause)
 
     def begin(self) -> bool:
@@ -222,7 +222,7 @@ class LocalTrainer(Trainer):
                 average = {name: self.theta[name].double() - theta[name].double() for name in theta}
                 record = {**found, "average": average, "applied": manager.current_step() == found["step"] + 1}
                 record |= {"workers": manager.num_participants(), "parameters": theta, "time": time.time()}
-                self.log({**record, "last": False, "collectives": self.count, "strict": True})
+                self.log({**record, "last": False, "strict": True})
                 self.exchange = {}
             time.sleep(self.scenario.pause)
 
