@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import itertools
 import os
 import signal
 import time
@@ -11,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, build, check_errors, train
 from tests.support.distributed import on_workers, regroup
 from tests.support.sharded_training import RANK_2, loss_of
-from tests.support.training import digest
+from tests.support.training import at_call, digest
 from tests.support.wrappers import Wrapped
 
 TOGETHER, ALONE = 5, 4
@@ -125,16 +123,14 @@ def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterat
     It is told as soon as the system knows of a death. A silent peer waits until the survivor is done, which is told
     when the timeout is over.
     """
-    original, numbers, start = dist.all_reduce, itertools.count(), time.monotonic()
+    start = time.monotonic()
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        if next(numbers) == message and worker == PEER:
-            while silent and not (folder / "done").exists() and time.monotonic() < start + SILENCE + SLACK:
-                time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+    def end() -> None:
+        while silent and not (folder / "done").exists() and time.monotonic() < start + SILENCE + SLACK:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RuntimeError), mock.patch.object(dist, "all_reduce", counting):
+    with pytest.raises(RuntimeError), at_call(dist, "all_reduce", message if worker == PEER else -1, end):
         yield
     seconds = time.monotonic() - start
     assert 0.9 * SILENCE <= seconds <= SILENCE + SLACK if silent else seconds <= DEATH

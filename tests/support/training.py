@@ -242,14 +242,23 @@ def complaint(attempt: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 @contextlib.contextmanager
-def without_memory(owner: Any, name: str, call: int) -> Iterator[None]:
-    """Let one call of a function, counted from 0, find no memory before it does anything."""
+def at_call(owner: Any, name: str, number: int, act: Callable[[], Any], *, after: bool = False) -> Iterator[None]:
+    """Do something before one call of a function, counted from 0, or ``after`` it."""
     original, calls = getattr(owner, name), itertools.count()
 
-    def lacks(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            raise torch.OutOfMemoryError("no memory is left")
-        return original(*arguments, **options)
+    def call(*arguments: Any, **options: Any) -> Any:
+        now = next(calls) == number
+        if now and not after:
+            act()
+        result = original(*arguments, **options)
+        if now and after:
+            act()
+        return result
 
-    with mock.patch.object(owner, name, lacks):
+    with mock.patch.object(owner, name, call):
         yield
+
+
+def without_memory(owner: Any, name: str, call: int) -> contextlib.AbstractContextManager[None]:
+    """Let one call of a function, counted from 0, find no memory before it does anything."""
+    return at_call(owner, name, call, mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left")))

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm import communicator
 from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors
@@ -24,7 +23,7 @@ from powersgd_triton.integrations.local_steps.rounds import Rounds
 from powersgd_triton.schemes.quantized import QuantizedAverage
 from tests.support.distributed import make_test, named, on_workers
 from tests.support.local_steps import LOST, TERNARY, InFSDP2, Net, Training, flat, mean, model, owed, same_bits, theta
-from tests.support.training import complaint, without_memory
+from tests.support.training import at_call, complaint, without_memory
 
 EVERY = 4
 
@@ -205,14 +204,11 @@ ROUND = 3
 @contextlib.contextmanager
 def failing(last: int, fragment: int) -> Iterator[list[str]]:
     """Let an exchange fail at a message, on this worker. What goes wrong in the block is in the list."""
-    waits, failures = itertools.count(1), list[str]()
-
-    def wait(work: Any) -> None:
-        communicator.wait(work)
-        if next(waits) == last:
-            raise RuntimeError("injected")
-
-    with mock.patch.object(schedule, "wait", wait), mock.patch.object(pending_exchange, "FRAGMENT", fragment):
+    failures, fail = list[str](), mock.Mock(side_effect=RuntimeError("injected"))
+    with (
+        at_call(schedule, "wait", last - 1, fail, after=True),
+        mock.patch.object(pending_exchange, "FRAGMENT", fragment),
+    ):
         try:
             yield failures
         except RuntimeError as failure:

@@ -1,8 +1,6 @@
 """What happens to local steps between others, for the table of faults and for random runs."""
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +17,7 @@ from tests.support.checks import put
 from tests.support.faults.local import Local
 from tests.support.faults.trainer import InjectedError
 from tests.support.local_steps import CONFIGS, mean
+from tests.support.training import at_call
 
 NOT_HERE = torch.ones(2, device="meta")
 JUNK: list[Any] = [None, "x", [], {}, float("nan"), torch.tensor(torch.nan), torch.ones(3, 1, 2), NOT_HERE]
@@ -66,32 +65,14 @@ def is_not_finite(local: Local, _folder: Path) -> None:
     local.act(local.state.finish)
 
 
-@contextlib.contextmanager
-def after(owner: Any, name: str, number: int, act: Callable[[], Any]) -> Iterator[None]:
-    """Do something after a call of a function."""
-    original, calls = getattr(owner, name), itertools.count()
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        if next(calls) == number:
-            act()
-        return result
-
-    with mock.patch.object(owner, name, call):
-        yield
-
-
-def _fail() -> None:
-    raise InjectedError
-
-
 POINTS = [(schedule, "wait", 12), (Buckets, "find", 4), (Engine, "end_step", 1), (ExactAverages, "average", 1)]
 """What fails in an exchange, and how many calls it has: messages, fragments, the end, and what comes after it."""
 
 
 def fails(local: Local, folder: Path) -> None:
     owner, name, most = local.dice.choice(POINTS)
-    with after(owner, name, local.dice.randrange(most), _fail):
+    fail = mock.Mock(side_effect=InjectedError)
+    with at_call(owner, name, local.dice.randrange(most), fail, after=True):
         for _ in range(local.state.every + local.delay):
             theta, sent = local.seen()[1], local.sent.clone()
             try:

@@ -1,6 +1,7 @@
 """Workers that differ, die or stop: the others are told, and go on from what was saved."""
 
 import dataclasses
+import functools
 import os
 import random
 import signal
@@ -19,10 +20,9 @@ from tests.support.distributed import regroup, run_cases
 from tests.support.faults.episodes import Problems, problems
 from tests.support.faults.ledger import Ledger
 from tests.support.faults.local import LOST, Local
-from tests.support.faults.local_events import after
 from tests.support.faults.saved import refused_step
 from tests.support.faults.trainer import SHAPES, Gradients, Setting, Trainer
-from tests.support.training import complaint
+from tests.support.training import at_call, complaint
 
 PATIENCE = 240.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
@@ -157,10 +157,9 @@ class Loss:
 def _lose_local(local: Local, victim: int) -> None:
     """Local steps until a worker dies at a message. What an exchange that does not count has sent is owed still."""
     last = local.dice.randrange(12)
+    die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
     try:
-        with after(
-            schedule, "wait", last if local.worker == victim else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)
-        ):
+        with at_call(schedule, "wait", last if local.worker == victim else -1, die, after=True):
             for _ in range(100):
                 local.step()
     except RuntimeError:
