@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
-import os
-import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.balance import Ledger, batches, build, check_errors, train
-from tests.support.distributed import on_workers, regroup
+from tests.support.distributed import on_workers, regroup, vanish
 from tests.support.sharded_training import RANK_2, loss_of
 from tests.support.training import at_call, digest
 from tests.support.wrappers import Wrapped
@@ -123,13 +122,7 @@ def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterat
     It is told as soon as the system knows of a death. A silent peer waits until the survivor is done, which is told
     when the timeout is over.
     """
-    start = time.monotonic()
-
-    def end() -> None:
-        while silent and not (folder / "done").exists() and time.monotonic() < start + SILENCE + SLACK:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGKILL)
-
+    start, end = time.monotonic(), functools.partial(vanish, folder / "done" if silent else None, SILENCE + SLACK)
     with pytest.raises(RuntimeError), at_call(dist, "all_reduce", message if worker == PEER else -1, end):
         yield
     seconds = time.monotonic() - start

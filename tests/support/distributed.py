@@ -224,6 +224,14 @@ def regroup(store: Path, rank: int, world_size: int, seconds: float) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
 
 
+def vanish(done: Path | None = None, seconds: float = 0.0) -> None:
+    """End this process as if its power had failed. With ``done``, first say no more until that file is there."""
+    deadline = time.monotonic() + seconds
+    while done is not None and not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def folder(worker: int) -> Iterator[str]:
     """An empty one, the same on all workers."""

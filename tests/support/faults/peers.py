@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import schedule
-from tests.support.distributed import regroup, run_cases
+from tests.support.distributed import regroup, run_cases, vanish
 from tests.support.faults.episodes import Problems, problems
 from tests.support.faults.ledger import Ledger
 from tests.support.faults.local import LOST, Local
@@ -110,8 +107,6 @@ class Loss:
             dist.barrier()
             hung = self._lose(trainer, victim, folder / f"{name}.done")
             alive.remove(victim)
-            if worker == victim:
-                break
             trainer.unwrap()
             regroup(folder / f"{name}.after", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
             trainer.regroup(checkpoint.load(folder / f"{name}.pt"))
@@ -126,40 +121,29 @@ class Loss:
     def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> Problems:
         """A step in the middle of which a worker is lost, and what is to be said of a survivor that waited too long.
 
-        What the others gave to it they owe still."""
+        What the others gave to it they owe still. The lost worker does not return from here.
+        """
+        end = functools.partial(vanish, done if self.kind == "stops" else None, 2 * PATIENCE)
         if isinstance(trainer, Local):
-            _lose_local(trainer, victim)
+            _lose_local(trainer, victim, end)
             return []
         at = trainer.dice.choice(list(SHAPES))
         before = trainer.owed()
         given = trainer.gradients()
         start = time.monotonic()
         if trainer.worker == victim:
-            trainer.model.at = (at, self._end(done))
+            trainer.model.at = (at, lambda _: end())
         trainer.interrupted(given, RuntimeError)
         seconds = time.monotonic() - start
-        if trainer.worker != victim:
-            trainer.lost += _owed_differently(trainer, before, given)
+        trainer.lost += _owed_differently(trainer, before, given)
         return [f"hung: {seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
 
-    def _end(self, done: Path) -> Callable[[Tensor], None]:
-        def die(gradient: Tensor) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-        def stop(gradient: Tensor) -> None:
-            deadline = time.monotonic() + 2 * PATIENCE
-            while not done.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-
-        return die if self.kind == "dies" else stop
-
-
-def _lose_local(local: Local, victim: int) -> None:
+def _lose_local(local: Local, victim: int, end: Callable[[], None]) -> None:
     """Local steps until a worker dies at a message. What an exchange that does not count has sent is owed still."""
     last = local.dice.randrange(12)
-    die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
     try:
-        with at_call(schedule, "wait", last if local.worker == victim else -1, die, after=True):
+        with at_call(schedule, "wait", last if local.worker == victim else -1, end, after=True):
             for _ in range(100):
                 local.step()
     except RuntimeError:
