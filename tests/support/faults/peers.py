@@ -1,10 +1,9 @@
 """Workers that differ, die or stop: the others are told, and go on from what was saved."""
 
-import dataclasses
 import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,73 +73,64 @@ def other_tensors(trainer: Trainer, folder: Path) -> None:
 # Workers that are lost ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Loss:
+def losses(
+    worker: int, world_size: int, folder: Path, *, kind: str, victims: Sequence[int], seed: int
+) -> list[Problems]:
     """A case for ``run_cases``: workers are lost one after the other, and the rest goes on as a smaller group.
 
-    Attributes:
+    Args:
         kind: "dies" (by SIGKILL), perhaps "in local steps", or "stops" (until the others have gone on without it).
         victims: which, in this order.
         seed: of all that is drawn.
     """
-
-    kind: str
-    victims: tuple[int, ...]
-    seed: int
-
-    def __call__(self, worker: int, world_size: int, folder: Path) -> list[Problems]:
-        found, dice = list[Problems](), random.Random(self.seed)
-        alive = list(range(world_size))
-        for victim in self.victims:
-            # Nobody leaves a group that others are still entering.
-            dist.barrier()
-            name = f"{self.kind}-{self.seed}-{len(alive)}"
-            regroup(folder / f"{name}.before", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
-            trainer: Any = (Local if "local" in self.kind else Trainer)(worker, len(alive), dice)
-            trainer.begin(Setting.draw(dice, scaled=False))
-            for _ in range(dice.randrange(1, 4)):
-                trainer.step()
-            trainer.audit()
-            saved = trainer.state.state_dict()
-            if worker == alive[0]:
-                checkpoint.save(saved, folder / f"{name}.pt")
-            dist.barrier()
-            hung = self._lose(trainer, victim, folder / f"{name}.done")
-            alive.remove(victim)
-            trainer.unwrap()
-            regroup(folder / f"{name}.after", alive.index(worker), len(alive), GROUP_TIMEOUT[self.kind])
-            trainer.regroup(checkpoint.load(folder / f"{name}.pt"))
-            for _ in range(2):
-                trainer.step()
-            trainer.audit()
-            trainer.unwrap()
-            (folder / f"{name}.done").touch()
-            found.append([*problems(trainer), *hung])
-        return found
-
-    def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> Problems:
-        """A step in the middle of which a worker is lost, and what is to be said of a survivor that waited too long.
-
-        What the others gave to it they owe still. The lost worker does not return from here.
-        """
-        end = functools.partial(vanish, done if self.kind == "stops" else None, 2 * PATIENCE)
-        if isinstance(trainer, Local):
-            _lose_local(trainer, victim, end)
-            return []
-        at = trainer.dice.choice(list(SHAPES))
-        before = trainer.owed()
-        given = trainer.gradients()
+    found, dice = list[Problems](), random.Random(seed)
+    alive = list(range(world_size))
+    for victim in victims:
+        # Nobody leaves a group that others are still entering.
+        dist.barrier()
+        name = f"{kind}-{seed}-{len(alive)}"
+        regroup(folder / f"{name}.before", alive.index(worker), len(alive), GROUP_TIMEOUT[kind])
+        trainer: Any = (Local if "local" in kind else Trainer)(worker, len(alive), dice)
+        trainer.begin(Setting.draw(dice, scaled=False))
+        for _ in range(dice.randrange(1, 4)):
+            trainer.step()
+        trainer.audit()
+        saved = trainer.state.state_dict()
+        if worker == alive[0]:
+            checkpoint.save(saved, folder / f"{name}.pt")
+        dist.barrier()
+        done = folder / f"{name}.done"
+        end = functools.partial(vanish, done if kind == "stops" else None, 2 * PATIENCE)
         start = time.monotonic()
-        if trainer.worker == victim:
-            trainer.model.at = (at, lambda _: end())
-        trainer.interrupted(given, RuntimeError)
+        (_lose_local if "local" in kind else _lose)(trainer, victim, end)
         seconds = time.monotonic() - start
-        trainer.lost += _owed_differently(trainer, before, given)
-        return [f"hung: {seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
+        alive.remove(victim)
+        trainer.unwrap()
+        regroup(folder / f"{name}.after", alive.index(worker), len(alive), GROUP_TIMEOUT[kind])
+        trainer.regroup(checkpoint.load(folder / f"{name}.pt"))
+        for _ in range(2):
+            trainer.step()
+        trainer.audit()
+        trainer.unwrap()
+        done.touch()
+        hung = [f"hung: {seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
+        found.append([*problems(trainer), *hung])
+    return found
+
+
+def _lose(trainer: Trainer, victim: int, end: Callable[[], None]) -> None:
+    """A step in the middle of which a worker ends. What the others gave to it they owe still."""
+    at = trainer.dice.choice(list(SHAPES))
+    before = trainer.owed()
+    given = trainer.gradients()
+    if trainer.worker == victim:
+        trainer.model.at = (at, lambda _: end())
+    trainer.interrupted(given, RuntimeError)
+    trainer.lost += _owed_differently(trainer, before, given)
 
 
 def _lose_local(local: Local, victim: int, end: Callable[[], None]) -> None:
-    """Local steps until a worker dies at a message. What an exchange that does not count has sent is owed still."""
+    """Local steps until a worker ends at a message. What an exchange that does not count has sent is owed still."""
     last = local.dice.randrange(12)
     try:
         with at_call(schedule, "wait", last if local.worker == victim else -1, end, after=True):
@@ -164,18 +154,16 @@ def _owed_differently(trainer: Trainer, before: Gradients, given: Gradients) -> 
 
 def lose(kind: str, times: int, folder: Path) -> list[Problems]:
     """Lose a worker of three and then one of two, again and again. What the survivors saw of each loss."""
-    dice = random.Random(kind)
-    return [found for number in range(-(-times // 2)) for found in _round(kind, dice, number, folder)]
-
-
-def _round(kind: str, dice: random.Random, number: int, folder: Path) -> list[Problems]:
-    victims = tuple(dice.sample(range(3), 2))
-    (survivor,) = {0, 1, 2} - {*victims}
-    case = {kind: Loss(kind, victims, dice.randrange(1 << 30))}
-    try:
-        found = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind][survivor]
-    except TimeoutError as error:
-        return [[f"hung: round {number}: {error}"]]
-    except RuntimeError as error:
-        found = error
-    return found if isinstance(found, list) else [[f"lost: round {number}: {found}"]]
+    dice, seen = random.Random(kind), list[Problems]()
+    for number in range(-(-times // 2)):
+        victims = tuple(dice.sample(range(3), 2))
+        (survivor,) = {0, 1, 2} - {*victims}
+        case = {kind: functools.partial(losses, kind=kind, victims=victims, seed=dice.randrange(1 << 30))}
+        try:
+            found = run_cases(case, 3, folder, casualties=victims, timeout=4 * PATIENCE)[kind][survivor]
+        except TimeoutError as error:
+            found = [[f"hung: round {number}: {error}"]]
+        except RuntimeError as error:
+            found = error
+        seen += found if isinstance(found, list) else [[f"lost: round {number}: {found}"]]
+    return seen
