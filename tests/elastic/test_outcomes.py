@@ -147,24 +147,6 @@ def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: 
     assert torch.equal(compressor.error()["bias"], unsent[0])
 
 
-def test_what_others_have_applied_of_an_exchange_is_not_sent_again():
-    """Also of tensors that are averaged exactly, whatever their shapes are."""
-    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(16, 24))
-    manager = Manager(_quorum_id=1, start_quorum=lambda: None, votes=[True, False])
-    config = PowerSGDConfig(rank=lambda name, _: 2 * (name == "1.weight"), min_compression_rate=1)
-    sync = LocalSteps(net, config, every=1, manager=manager)
-    load, save = manager.states["powersgd"]
-    state, theta = save(), sync.shared()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(torch.randn(parameter.shape))
-    sync.step()
-    load({**state, "history": [[1, 1]]})
-    exact = {name: parameter for name, parameter in net.named_parameters() if name != "1.weight"}
-    for name, parameter in exact.items():
-        torch.testing.assert_close(parameter.detach() - sync.error()[name], theta[name], rtol=0, atol=1e-5)
-
-
 def test_local_steps_of_workers_that_differ(monkeypatch: pytest.MonkeyPatch):
     """One has missed a quorum of which nothing was applied; another one trains other parameters; states are local."""
     found = list[tuple[LocalSteps, Manager, nn.Sequential]]()
