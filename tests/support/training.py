@@ -171,36 +171,6 @@ def total(tensor: Tensor) -> Tensor:
     return summed
 
 
-def check_training(
-    model: nn.Module,
-    worker: int,
-    state: PowerSGDState,
-    steps: Iterable[int],
-    owed: Mapping[str, Tensor] | None = None,
-    group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> None:
-    """Train: Σ E + W Σ Ĝ = Σ G + Σ E before, over the workers of a group. ``owed`` is the last sum if given."""
-    workers = dist.get_world_size(group)
-    summed = total if workers > 1 else Tensor.double
-    before = {name: summed(error) for name, error in state.error().items()} if owed is None else owed
-    given: Gradients = {}
-    hooks = [
-        parameter.register_hook(lambda G, name=name: given.__setitem__(name, given.get(name, 0) + G.double()))
-        for name, parameter in model.named_parameters()
-    ]
-    run = training(model, worker, state, steps, group=group, **options)
-    for hook in hooks:
-        hook.remove()
-    after = {name: summed(error) for name, error in state.error().items()}
-    for name, gradient in given.items():
-        nothing = torch.zeros_like(gradient)
-        sent = workers * sum(gradients[name].double() for gradients in run.gradients)
-        left = sent + after.get(name, nothing).view_as(gradient)
-        expected = summed(gradient) + before.get(name, nothing).double().view_as(gradient)
-        assert relative(left, expected) <= LIMIT, name
-
-
 def state_for(
     model: nn.Module | None, rank: int = 2, group: dist.ProcessGroup | None = None, **settings: Any
 ) -> PowerSGDState:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import pickle
@@ -16,16 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from powersgd_triton.comm.communicator import Communicator
-from tests.support.balance import Ledger, batches, check_same
+from tests.support.balance import Ledger, batches, check_same, train
 from tests.support.distributed import make_test, on_workers
 from tests.support.exchanges import latency_decides
-from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
-from tests.support.sharded_training import Net, sent_elements
+from tests.support.sharded_training import RANK_2, Net, sent_elements
 from tests.support.training import (
     LIMIT,
     WIDTH,
     batch,
-    check_training,
     complaint,
     gradients_of,
     hooked,
@@ -38,16 +37,11 @@ from tests.support.training import (
     total,
     training,
 )
-from tests.support.wrapper_table import in_nodes
+from tests.support.wrapper_table import in_nodes, use_nodes
 from tests.support.wrappers import Wrapped
 
 SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""
-
-
-def nodes_of_two(worker: int) -> Any:
-    """What torchrun sets on nodes of two workers."""
-    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(worker % 2))
 
 
 def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -59,7 +53,7 @@ def pair(worker: int, world_size: int, size: int) -> tuple[dist.ProcessGroup, di
 def unused(worker: int, world_size: int) -> None:
     """A layer that two workers use in some steps, and nobody in others: nothing is lost."""
     net = Net()
-    model = in_nodes(Wrapped, net, SHARDED_RANK_2, find_unused_parameters=True)
+    model = in_nodes(Wrapped, net, RANK_2, find_unused_parameters=True)
     ledger = Ledger(model)
     for step in range(4):
         net.use = step % 2 == 1 and worker in (1, 2)
@@ -69,14 +63,13 @@ def unused(worker: int, world_size: int) -> None:
 
 def shares(worker: int, world_size: int) -> None:
     """The two workers of a node hold and multiply each matrix once, in about equal shares."""
-    with nodes_of_two(worker):
-        model = linear_stack()
-        state = state_for(model, node_group="auto")
-        training(model, worker, state, range(2))
-    memory = state._engine.residuals
+    model = in_nodes(Wrapped, Net(), RANK_2)
+    train(range(2), model)
+    engine = model.state._engine
+    memory = engine.residuals
     held = sum(matrix.error.numel() for matrix in memory.matrices.values() if matrix.error is not None)
     multiplied = sum(piece.numel for bucket in memory.buckets() for group in bucket.own for piece in group.segments)
-    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    elements = sum(parameter.numel() for parameter in model.net.parameters() if parameter.dim() > 1)
     assert len(memory.buckets()) > 1
     assert max(held, multiplied) <= 1.25 / 2 * elements
     found: list[Any] = [None] * world_size
@@ -86,11 +79,14 @@ def shares(worker: int, world_size: int) -> None:
     # Other groups, in which each worker has the other index of its node: what is owed is owed still.
     groups = [dist.new_group([0, 3]), dist.new_group([1, 2])], [dist.new_group([0, 1]), dist.new_group([2, 3])]
     inside, across = (next(g for g in made if dist.get_rank(g) >= 0) for made in groups)
-    before = {name: total(error) for name, error in state.error().items()}
-    state._engine.connect(Communicator(None, node_group=(inside, across)))
-    # With other nodes, and with the same ones again.
-    for owed in (before, None):
-        check_training(model, worker, state, [7], owed)
+    ledger = Ledger(model)
+    engine.connect(Communicator(None, node_group=(inside, across)))
+    ledger.train([2])
+    ledger.check()
+    # And from the errors that these nodes hold.
+    ledger = Ledger(model)
+    ledger.train([3])
+    ledger.check()
 
 
 VICTIM = 3
@@ -99,20 +95,20 @@ VICTIM = 3
 @on_workers(4, casualties=[VICTIM])
 def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: int) -> None:
     """The others are told. Each of their errors is what it was, or has the gradients of their node too."""
-    with nodes_of_two(worker):
-        model = linear_stack()
-        state = state_for(model, node_group="auto")
-        training(model, worker, state, range(2))
-        before = {name: error.double() for name, error in state.error().items()}
-        twin = copy.deepcopy(model)
-        twin.zero_grad()
-        for member in (worker, worker ^ 1):
-            inputs, targets = batch(member, 2)
-            squared_error(twin(inputs), targets).backward()
-        given = gradients_of(twin)
-        if worker == VICTIM:
-            model[2].weight.register_hook(lambda _: os._exit(17))  # type: ignore[operator]
-        assert complaint(training, model, worker, state, range(2, 3), find_unused_parameters=True) != "nothing"
+    use_nodes()
+    model = linear_stack()
+    state = state_for(model, node_group="auto")
+    training(model, worker, state, range(2))
+    before = {name: error.double() for name, error in state.error().items()}
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    for member in (worker, worker ^ 1):
+        inputs, targets = batch(member, 2)
+        squared_error(twin(inputs), targets).backward()
+    given = gradients_of(twin)
+    if worker == VICTIM:
+        model[2].weight.register_hook(lambda _: os._exit(17))  # type: ignore[operator]
+    assert complaint(training, model, worker, state, range(2, 3), find_unused_parameters=True) != "nothing"
     for name, error in state.error().items():
         # This worker's rows.
         matrix = state._engine.residuals.matrices[name]
@@ -123,22 +119,22 @@ def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: 
 
 def resumed(worker: int, world_size: int) -> None:
     """Saved with two nodes of two workers; continued by every layout, by a copy and by a pickle."""
-    with nodes_of_two(worker):
-        model = linear_stack()
-        state = state_for(model, node_group="auto")
-        training(model, worker, state, range(2))
-        weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
-        # A copy knows the parameters of the model itself.
-        ways = [(model, copy.deepcopy(state)), (model, pickle.loads(pickle.dumps(state)))]
-        for node_group in (None, pair(worker, world_size, 4), init_device_mesh("cpu", (2, 2))):
-            other = linear_stack()
-            ways.append((other, state_for(other, node_group=node_group)))
-            ways[-1][1].load_state_dict(saved)
-        expected = training(model, worker, state, range(2, 4)).gradients
-        for number, (continued, into) in enumerate(ways):
-            continued.load_state_dict(weights)
-            got = training(continued, worker, into, range(2, 4)).gradients
-            assert max(step_differences(got, expected)) <= SAME, number
+    use_nodes()
+    model = linear_stack()
+    state = state_for(model, node_group="auto")
+    training(model, worker, state, range(2))
+    weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
+    # A copy knows the parameters of the model itself.
+    ways = [(model, copy.deepcopy(state)), (model, pickle.loads(pickle.dumps(state)))]
+    for node_group in (None, pair(worker, world_size, 4), init_device_mesh("cpu", (2, 2))):
+        other = linear_stack()
+        ways.append((other, state_for(other, node_group=node_group)))
+        ways[-1][1].load_state_dict(saved)
+    expected = training(model, worker, state, range(2, 4)).gradients
+    for number, (continued, into) in enumerate(ways):
+        continued.load_state_dict(weights)
+        got = training(continued, worker, into, range(2, 4)).gradients
+        assert max(step_differences(got, expected)) <= SAME, number
 
 
 class TwoDtypes(nn.Module):
@@ -165,10 +161,11 @@ TRAININGS: list[tuple[Callable[[], nn.Module], str | None, dict[str, Any]]] = [
 
 def joined(worker: int, world_size: int) -> None:
     """The same training with separate and with joined buckets, in fewer messages with as many elements."""
+    use_nodes()
     for make, node_group, settings in TRAININGS:
         runs, errors, sent = [], [], []
         for how in (contextlib.nullcontext(), latency_decides()):
-            with nodes_of_two(worker), how, sent_elements() as numels:
+            with how, sent_elements() as numels:
                 model = make()
                 state = state_for(model, node_group=node_group, **settings)
                 runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
@@ -185,22 +182,26 @@ def joined(worker: int, world_size: int) -> None:
 
 def interrupted(worker: int, world_size: int) -> None:
     """An exception while buckets wait: they are forgotten, and the next step sends all of its own gradients."""
+
+    def stop(_: Tensor) -> Tensor:
+        raise KeyError("stop")
+
+    use_nodes()
+    config = dataclasses.replace(RANK_2, wire_dtype="int4")
     for node_group in (None, "auto"):
-        with nodes_of_two(worker), latency_decides():
-            model = linear_stack()
-            state = state_for(model, node_group=node_group, wire_dtype="int4")
-            training(model, worker, state, range(2))
-
-            def stop(_: Tensor) -> None:
-                raise KeyError("stop")
-
-            handle = model[0].weight.register_hook(stop)  # type: ignore[operator]
-            said = complaint(training, model, worker, state, range(1), find_unused_parameters=True)
-            assert "KeyError" in said, said
-            handle.remove()
+        with latency_decides():
+            model = Wrapped(Net(), config, node_group=node_group)
+            train(range(2), model)
+            model.net.inject = stop
+            assert "KeyError" in complaint(train, [2], model)
+            model.net.inject = None
+            # The wrapper itself cannot go on.
+            model.module = hooked(model.net, model.state, bucket_cap_mb=0.005, find_unused_parameters=True)
             # As saved and loaded right after it.
-            state.load_state_dict(state.state_dict())
-            check_training(model, worker, state, range(3), find_unused_parameters=True)
+            model.state.load_state_dict(model.state.state_dict())
+            ledger = Ledger(model)
+            ledger.train(range(3))
+            ledger.check()
 
 
 def refused(worker: int, world_size: int) -> None:
