@@ -28,14 +28,19 @@ def latency_decides() -> Any:
 
 
 class Watch(TorchDispatchMode):
-    """Notes the workers of each collective."""
+    """Notes the name and the workers of each collective, and the elements of each all-reduce."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: list[str] = []
+        self.reduced: list[int] = []
         self.groups: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
+            self.calls.append(func.overloadpacket.__name__)
+            if self.calls[-1] == "allreduce_":
+                self.reduced += [tensor.numel() for tensor in args[0]]
             for argument in (*args, *(kwargs or {}).values()):
                 with contextlib.suppress(Exception):
                     group = dist.ProcessGroup.unbox(argument)

@@ -24,7 +24,8 @@ from tests.support.balance import (
     iteration,
     train,
 )
-from tests.support.sharded_training import FULL_RANK, RANK_2, batch, sent_elements
+from tests.support.exchanges import Watch
+from tests.support.sharded_training import FULL_RANK, RANK_2, batch
 from tests.support.training import LIMIT, complaint, flat, relative
 from tests.support.ways import WAYS
 from tests.support.wrapper_table import FORMATS, WRAPPERS
@@ -106,10 +107,10 @@ def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
         rows, columns = -(-parameter.shape[0] // shards), parameter.numel() // parameter.shape[0]
         rank = compressed_rank((rows, *parameter.shape[1:]), model.state.config)
         expected += (rows + columns) * rank if rank else rows * columns
-    with sent_elements() as counts:
+    with Watch() as watch:
         train(range(2), model)
     # A single element is a verdict.
-    found = sum(count for count in counts if count > 1)
+    found = sum(count for count in watch.reduced if count > 1)
     assert found == model.state.compression_stats()[2] == 2 * expected, (found, 2 * expected)
 
 

@@ -1,13 +1,11 @@
 """A model, steps and measurements that the tests of the FSDP adapters share. All of it runs inside a worker."""
 
-import contextlib
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -148,20 +146,6 @@ def replicated(model: Net, **options: Any) -> Any:
     for block in model.blocks:
         replicate(block, **options)
     return replicate(model, **options)
-
-
-@contextlib.contextmanager
-def sent_elements() -> Iterator[list[int]]:
-    """Elements that each all-reduce was handed."""
-    counts: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", counting):
-        yield counts
 
 
 def freeze(model: Net) -> None:

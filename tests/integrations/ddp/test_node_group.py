@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from powersgd_triton.comm.communicator import Communicator
 from tests.support.balance import Ledger, batches, check_same, train
 from tests.support.distributed import make_test, on_workers
-from tests.support.exchanges import latency_decides
-from tests.support.sharded_training import RANK_2, Net, sent_elements
+from tests.support.exchanges import Watch, latency_decides
+from tests.support.sharded_training import RANK_2, Net
 from tests.support.training import (
     LIMIT,
     WIDTH,
@@ -165,11 +165,11 @@ def joined(worker: int, world_size: int) -> None:
     for make, node_group, settings in TRAININGS:
         runs, errors, sent = [], [], []
         for how in (contextlib.nullcontext(), latency_decides()):
-            with how, sent_elements() as numels:
+            with how, Watch() as watch:
                 model = make()
                 state = state_for(model, node_group=node_group, **settings)
                 runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
-                sent.append(list(numels))
+                sent.append(watch.reduced)
                 errors.append({name: total(error) for name, error in state.error().items()})
         coarse = make is TwoDtypes
         assert max(step_differences(runs[1], runs[0])) <= (0.02 if coarse else 0.1 * SAME), (node_group, settings)
