@@ -1,7 +1,6 @@
 """Models, steps and measurements that the tests of the DDP hook share; what is logged, and how calls fail."""
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -25,7 +24,6 @@ MANY, FEW, ONE = 0.02, 0.05, 100.0
 # DDP's first backward pass has one bucket whatever their size, but for this option, with which it has several at once.
 AT_ONCE: dict[str, Any] = {"find_unused_parameters": True}
 Messages = list[tuple[int, str]]
-Saved = dict[str, Any]
 LIMIT = 1e-5
 """Of relative differences of sums in fp32 that are taken in another order, also over a few steps."""
 
@@ -72,14 +70,6 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target[: output.shape[0], : output.shape[1]]).square().mean()
 
 
-@dataclasses.dataclass
-class Run:
-    """What ``training`` saw in each step."""
-
-    gradients: list[Gradients] = dataclasses.field(default_factory=list)
-    digests: list[str] = dataclasses.field(default_factory=list)
-
-
 def hooked(model: nn.Module, state: Any, hook: Callable[..., Any] = powerSGD_hook, **options: Any) -> Any:
     """A model in DDP with these options and, where ``state`` is given, the hook."""
     replica = DistributedDataParallel(model, **options)
@@ -101,9 +91,9 @@ def training(
     uneven: bool = False,
     before_step: Callable[[int], None] | None = None,
     **options: Any,
-) -> Run:
-    """Train with DDP and, where ``state`` is given, the hook."""
-    run, replica = Run(), hooked(model, state, hook, bucket_cap_mb=cap, process_group=group, **options)
+) -> list[Gradients]:
+    """Train with DDP and, where ``state`` is given, the hook: the averages of each step."""
+    averages, replica = list[Gradients](), hooked(model, state, hook, bucket_cap_mb=cap, process_group=group, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with replica.join(enable=uneven):
         for step in steps:
@@ -112,10 +102,9 @@ def training(
             optimizer.zero_grad()
             inputs, targets = batch(worker, step)
             squared_error(replica(inputs), targets).backward()
-            run.gradients.append(gradients_of(model))
+            averages.append(gradients_of(model))
             optimizer.step()
-            run.digests.append(digest([*run.gradients[-1].values(), *model.parameters()]))
-    return run
+    return averages
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -43,10 +43,10 @@ def one_matrix_a_bucket(worker: int, world_size: int) -> None:
     expected = training(linear_stack(), worker, None, STEPS)
     full, state = (state_for(None, rank, start_powerSGD_iter=2) for rank in (1000, RANK))
     got = train(linear_stack(), worker, full, STEPS)
-    assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
-    check_same(flat(gradients) for gradients in got.gradients)
-    run = train(linear_stack(), worker, state, range(20), hook=noting)
-    check_same(run.gradients[-1].values())
+    assert max(step_differences(got, expected)) <= LIMIT
+    check_same(flat(averages) for averages in got)
+    found = train(linear_stack(), worker, state, range(20), hook=noting)
+    check_same(found[-1].values())
     assert len(sizes) > 1
     shapes = {f"bucket {i}": (n // (math.isqrt(n - 1) + 1), math.isqrt(n - 1) + 1) for i, n in enumerate(sizes)}
     assert {name: tuple(error.shape) for name, error in state.error().items()} == shapes
@@ -73,11 +73,11 @@ def buckets_that_may_change(worker: int, world_size: int) -> None:
 
     low, full = (state_for(None, rank, start_powerSGD_iter=2) for rank in (1, 1000))
     train(model, worker, low, range(2))
-    run = train(model, worker, low, range(2, 6), before_step=add_exact)
+    found = train(model, worker, low, range(2, 6), before_step=add_exact)
     full.load_state_dict(low.state_dict())
-    run.gradients += train(model, worker, full, range(6, 10), before_step=add_exact).gradients
+    found += train(model, worker, full, range(6, 10), before_step=add_exact)
     for name, expected in exact.items():
-        assert relative(torch.stack([gradients[name] for gradients in run.gradients]).sum(0), expected) < LIMIT
+        assert relative(torch.stack([averages[name] for averages in found]).sum(0), expected) < LIMIT
     # The DDP model is taken as module= too.
     by_function = PowerSGDState(None, lambda *_: 2, 2, module=DistributedDataParallel(model))
     for state, parts in (
