@@ -168,24 +168,11 @@ def weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-class StubScaler:
-    """A dynamic loss scale as DeepSpeed's, which halves at each overflow."""
+def halving_scale() -> Any:
+    """A dynamic loss scale, which halves at each overflow."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    dynamic = True
-
-    def __init__(self) -> None:
-        self.cur_scale = 2.0**8
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.cur_scale
-
-    def update_scale(self, overflow: bool) -> None:
-        if overflow:
-            self.cur_scale /= 2
+    return DynamicLossScaler(2.0**8, scale_window=1000, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class Engine(Wrapped):
         case = deepspeed_training.Case("", stage, options, optimizer="sgd")
         self.net, self.module = net, deepspeed_training.new_engine(case, section, net)
         if stage:
-            self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
+            self.module.optimizer.loss_scaler = deepspeed_training.halving_scale()
         self.state = getattr(self.module, "powersgd", None)
 
     def step(self, batches: Sequence[Batch], **_options: Any) -> None:

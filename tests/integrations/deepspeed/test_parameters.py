@@ -27,9 +27,9 @@ from tests.support.deepspeed_training import (
     LOGGED,
     OFFLOAD,
     Case,
-    StubScaler,
     each,
     engine_for,
+    halving_scale,
     logged_bytes,
     losses,
     spoiled,
@@ -131,7 +131,7 @@ def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0) 
         optimizer = engine.optimizer
         if "fp16" not in case.options and hasattr(optimizer, "loss_scaler"):
             # Halves when a gradient overflows, as with fp16.
-            optimizer.loss_scaler = StubScaler()
+            optimizer.loss_scaler = halving_scale()
         groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
         used = [sum(map(torch.numel, group)) for group in groups]
         assert len(used) == (2 if tied else 1)
