@@ -37,6 +37,17 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [*MODELS, "of 1 MiB"])
+def test_buckets_are_those_of_ddp(name: str) -> None:
+    """DDP's first bucket is smaller only by default."""
+    tensors = command.load(name, 1.0, CPU)[0] if name in MODELS else {str(i): (256, 1024) for i in range(60)}
+    empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
+    for caps, limits in (([], [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]), ([5], [5 << 20])):  # type: ignore[attr-defined]
+        expected, _ = dist._compute_bucket_assignment_by_size(empty, limits)  # type: ignore[attr-defined]
+        names, buckets = list(tensors), bucket_caps.ddp_buckets(tensors, *caps)
+        assert [list(bucket) for bucket in buckets] == [[names[i] for i in each] for each in expected]
+
+
 def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "powersgd": {"rank": 1}}))

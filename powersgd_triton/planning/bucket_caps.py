@@ -5,9 +5,6 @@ import itertools
 import math
 from collections.abc import Mapping
 
-import torch
-import torch.distributed as dist
-
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.planning import cost
@@ -23,13 +20,15 @@ LINKS, WORKERS = (0.1, 1.0, 10.0, 25.0, 100.0), (2, 8, 64, 256)
 
 def ddp_buckets(tensors: Tensors, cap: int = DEFAULT_CAP) -> list[dict[str, tuple[int, ...]]]:
     """Return DDP's buckets of fp32 gradients {name: shape}, last layer first. ``cap`` is ``bucket_cap_mb``."""
-    if not tensors:
-        return [{}]
-    gradients = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in tensors.values()]
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES if cap == DEFAULT_CAP else cap << 20  # type: ignore[attr-defined]
-    buckets, _ = dist._compute_bucket_assignment_by_size(gradients, [first, cap << 20])  # type: ignore[attr-defined]
-    named = [(name, tuple(shape)) for name, shape in tensors.items()]
-    return [dict(named[index] for index in bucket) for bucket in buckets]
+    buckets: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in tensors.items():
+        if size >= (1 if cap == DEFAULT_CAP and len(buckets) == 1 else cap) << 20:
+            buckets.append({})
+            size = 0
+        buckets[-1][name] = tuple(shape)
+        size += 4 * math.prod(shape)
+    return buckets
 
 
 def cap_seconds(job: Job, config: PowerSGDConfig) -> dict[int, float]:
