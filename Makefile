@@ -32,8 +32,10 @@ demo-deepspeed: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo --parallelism zero$(STAGE) --steps 200
 
 # A file is one process's work, since its tests share results of spawned workers, up to four processes: more than eight
-# files at a time would only wait for memory. In the order of the folders, of which the last have the short files.
-PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# files at a time would only wait for memory. One more than there are processors, since some files wait for timeouts.
+# In the order of the folders, of which the last have the short files.
+PROCESSORS := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+PARALLEL := --numprocesses $(shell expr $(PROCESSORS) + 1) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
