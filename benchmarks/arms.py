@@ -3,15 +3,11 @@
 import bisect
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import rivals
 from powersgd_triton.config import PowerSGDConfig
@@ -41,17 +37,6 @@ OPTIONS: dict[str, dict[str, float | None]] = {
 """{method: {option: default}}. An option without a default must be given. ``inner`` multiplies the learning rate of the
 workers' own optimizer; with ``senders``, an entry is the mean over the workers that have sent it."""
 INNER = re.compile(r"\+inner(\d+(?:\.\d+)?)")
-
-MATRICES: dict[str, Callable[[str, tuple[int, ...]], tuple[int, int, int] | None]] = {
-    "dim0": lambda _, shape: (1, shape[0], math.prod(shape[1:])),
-    # Convolutions [out, in, k, k] as out · in × k · k.
-    "kernels": lambda _, shape: (1, math.prod(shape[:2]), math.prod(shape[2:])) if len(shape) == 4 else None,
-    # As one row, so that routers are averaged exactly.
-    "routers": lambda name, shape: (1, 1, math.prod(shape)) if "router" in name else None,
-}
-"""{last mode of an arm of the demo: the views of gradients that it compresses}."""
-PAIRS = "pairs"
-"""Last mode of an arm in which each two workers stand for a node."""
 
 Make = Callable[[GPT, train.Settings], Sequence[torch.optim.Optimizer]]
 """Returns the optimizers of a model."""
@@ -101,30 +86,10 @@ class Arm:
         return ", ".join(f"{method}:({form}){options[method]}" if form else method for method, form in MESSAGES.items())
 
 
-@dataclasses.dataclass(frozen=True)
-class Further(gradient_arms.Arm):
-    """An arm of the demo with a last mode that the demo does not have."""
-
-    mode: str = PAIRS
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of our hook. With ``PAIRS``, all workers must ask for them."""
-        if self.mode == PAIRS:
-            further: dict[str, Any] = {"node_group": init_device_mesh("cpu", (dist.get_world_size() // 2, 2))}
-        else:
-            further = {"matrices": MATRICES[self.mode]}
-        return {**(super().options or {}), **further}
-
-
 def of_demo(arm: str) -> gradient_arms.Arm | None:
     """Parse an arm that averages gradients in a way of the demo, also with another learning rate. None for others."""
-    if re.split("[:+]", arm)[0] not in ("allreduce", "torch", "ours"):
-        return None
-    text = INNER.sub("", arm)
-    further = re.fullmatch(rf"(ours.*)\+({'|'.join([PAIRS, *MATRICES])})", text)
-    parsed = gradient_arms.Arm.parse(further[1] if further else text, DEFAULT_RANK)
-    return Further(**vars(parsed), mode=further[2]) if further else parsed
+    ours = re.split("[:+]", arm)[0] in ("allreduce", "torch", "ours")
+    return gradient_arms.Arm.parse(INNER.sub("", arm), DEFAULT_RANK) if ours else None
 
 
 def inner(arm: str) -> float:

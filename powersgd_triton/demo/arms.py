@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -40,15 +41,36 @@ PARALLELISMS = {
 # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
 ONE_BUCKET_MB = 1024
 
+
+def one_matrix(_: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the view of a tensor as one matrix, dim 0 × the rest."""
+    return 1, shape[0], math.prod(shape[1:])
+
+
+def rows_of_kernels(_: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return the view of a convolution [out, in, k, k] as one matrix, out · in × k · k. None for other tensors."""
+    return (1, math.prod(shape[:2]), math.prod(shape[2:])) if len(shape) == 4 else None
+
+
+def exact_routers(name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return the view of a router as one row, so that it is averaged exactly. None for other tensors."""
+    return (1, 1, math.prod(shape)) if "router" in name else None
+
+
 MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
+    "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
     "noexplore": {"explore_every": 0},
     "errors": {"error_feedback": True},
     "bypass8": {"bypass": "int8"},
     **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
+    "pairs": {"node_group": "pairs"},
+    "dim0": {"matrices": one_matrix},
+    "kernels": {"matrices": rows_of_kernels},
+    "routers": {"matrices": exact_routers},
 }
-"""{name of a mode in an arm: fields of our configuration}."""
+"""{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
 RANK, BUDGET = r"[1-9]\d*", r"[1-9]\d*(\.\d+)?x|auto"
 SIZE = rf"{RANK}|{BUDGET}|{'|'.join(QUANTIZED)}"
 ARM = rf"allreduce(\+bf16)?|torch(:{RANK})?|ours(:({SIZE}))?(\+({'|'.join(MODES)}))*"
@@ -126,16 +148,21 @@ def distribute(
 
 def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
     """Return (state, hook) to register with DDP. With torch's hook, the gradients must be in one bucket."""
-    options = arm.options
-    if options is None:
+    if arm.options is None:
         if "bf16" in arm.modes:
             # DDP refuses the hook itself by its name, unless there is NCCL. Gloo can do what it does.
             return None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
-        incumbent = torch_powersgd.PowerSGDState(None, options["rank"], 2, orthogonalization_epsilon=1e-8)
+        incumbent = torch_powersgd.PowerSGDState(None, arm.options["rank"], 2, orthogonalization_epsilon=1e-8)
         return incumbent, torch_powersgd.powerSGD_hook
+    options = dict(arm.options)
+    if "node_group" in options:
+        device = next(model.parameters()).device
+        options["node_group"] = init_device_mesh(device.type, (dist.get_world_size() // 2, 2))
+    if "rank" in options:
+        options["matrix_approximation_rank"] = options.pop("rank")
     return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook
 
 
