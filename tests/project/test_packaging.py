@@ -9,7 +9,6 @@ import pytest
 
 import powersgd_triton
 from tests.support.programs import ROOT, output_of
-from tests.support.thinned import slow
 
 PACKAGE = ROOT / "powersgd_triton"
 ADAPTERS = PACKAGE / "integrations"
@@ -33,13 +32,12 @@ def build(folder: Path, **variables: str | None) -> tuple[Path, Path]:
     return next(dist.glob("*.tar.gz")), next(dist.glob("*.whl"))
 
 
-@pytest.mark.parametrize("compiled", [False, *slow([True])])
-def test_sdist_and_wheel_hold_the_package_and_nothing_else(compiled: bool, tmp_path: Path):
-    """With a C compiler, which is slow, and as without one. The wheel is the package's folder, ready to be imported.
+def test_sdist_and_wheel_hold_the_package_and_nothing_else(tmp_path: Path):
+    """Built as without a C compiler, which is slow. The wheel is the package's folder, ready to be imported.
 
     setup.py finds only folders that are packages, and leaves out the modules of others without a word.
     """
-    sdist, wheel = build(tmp_path) if compiled else build(tmp_path, CC="false")
+    sdist, wheel = build(tmp_path, CC="false")
     with tarfile.open(sdist) as sources:
         names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
@@ -52,21 +50,38 @@ def test_sdist_and_wheel_hold_the_package_and_nothing_else(compiled: bool, tmp_p
     (info,) = target.glob("*.dist-info")
     assert (info / "top_level.txt").read_text().split() == ["powersgd_triton"]
     assert f"\nVersion: {powersgd_triton.__version__}\n" in (info / "METADATA").read_text()
-    paths = {path for path in target.rglob("*") if path.is_file() and info not in path.parents}
-    paths -= {*target.glob("powersgd_triton/ops/_host*.so")}
+    paths = [path for path in target.rglob("*") if path.is_file() and info not in path.parents]
     assert {path.relative_to(target).as_posix() for path in paths} == modules() | DATA
     for path in paths:
         assert path.read_bytes() == (ROOT / path.relative_to(target)).read_bytes(), path
+    code = "import powersgd_triton.integrations.ddp as ddp; ddp.PowerSGDState(None); print(ddp.__file__)"
+    assert Path(output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).strip()).is_relative_to(target)
+
+
+@pytest.mark.slow
+def test_installed_package_runs_its_checks(tmp_path: Path):
+    """Of a wheel that pip builds from the sdist."""
+    sdist, _ = build(tmp_path, CC="false")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
+    target = tmp_path / "installed"
+    output_of("-m", "pip", "install", *options, "--target", target, sdist, cwd=tmp_path, PYTHONPATH=None)
     code = """
-import runpy, sys
-from powersgd_triton.integrations import ddp
-ddp.PowerSGDState(None)
-print(ddp.__file__)
-sys.argv[1:] = ["doctor"]
+import importlib, runpy, sys
+import powersgd_triton
+print(powersgd_triton.__file__)
+for name in ("ddp", "fsdp1", "fsdp2", "optimizer"):
+    print(importlib.import_module(f"powersgd_triton.integrations.{name}").__file__)
+try:
+    import integrations
+except ModuleNotFoundError as error:
+    print(error)
+sys.argv = ["powersgd_triton", "doctor"]
 runpy.run_module("powersgd_triton", run_name="__main__")
 """
-    file, *report = output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
-    assert Path(file).is_relative_to(target)
-    assert any(line.startswith("All checks passed") for line in report)
-    (codec,) = [line.split(maxsplit=2)[2] for line in report if line.startswith("  CPU codec")]
-    assert codec.startswith("compiled" if compiled and shutil.which("cc") else "plain torch, slower: not compiled")
+    lines = output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
+    assert all(Path(file).is_relative_to(target) for file in lines[:5]), lines
+    assert lines[5] == "No module named 'integrations'"
+    assert "All checks passed" in "\n".join(lines)
+    # Without a C compiler, the package is installed without its library.
+    (codec,) = [line.split(maxsplit=2)[2] for line in lines if line.startswith("  CPU codec")]
+    assert codec == ("compiled" if shutil.which("cc") else "plain torch, slower: no C compiler at installation")
