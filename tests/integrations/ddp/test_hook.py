@@ -1,6 +1,9 @@
 """What only DDP's hook has, beside the table: collectives, torch's wrappers, ways to use DDP."""
 
+import contextlib
 import itertools
+import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,6 @@ from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, check_same
 from tests.support.checks import random_states
 from tests.support.distributed import make_test
-from tests.support.exchanges import Watch
 from tests.support.sharded_training import Net, loss_of
 from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
@@ -54,9 +56,17 @@ def check_averages(replica: Any, own: Gradients, allowed: float, dtype: torch.dt
             assert relative(gradient, total(own[name]) / dist.get_world_size()) <= allowed, (dtype, step, name)
 
 
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "reduce", "barrier", "send", "recv",
+    "isend", "irecv", "gather", "scatter",
+)  # fmt: skip
+
+
 def collectives(worker: int, world_size: int) -> None:
     """Two all-reduces a bucket, issued in the hook, and nothing else; no global random state is touched."""
-    inside: list[str] = []
+    inside: list[int] = []
+    calls: list[str] = []
     seen: list[int] = []
 
     def hook(state, bucket):
@@ -66,30 +76,38 @@ def collectives(worker: int, world_size: int) -> None:
             assert averages.data_ptr() == bucket.buffer().data_ptr()
             return averages
 
+        inside.append(threading.get_ident())
         seen.append(bucket.buffer().numel())
-        with Watch() as watch:
-            future = powerSGD_hook(state, bucket)
-        inside.extend(watch.calls)
-        return future.then(in_place)
+        try:
+            return powerSGD_hook(state, bucket).then(in_place)
+        finally:
+            inside.pop()
+
+    def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name if inside == [threading.get_ident()] else f"{name} outside of the hook")
+            return original(*args, **kwargs)
+
+        return call
 
     model = linear_stack()
     state = state_for(model, RANK, error_dtype=torch.bfloat16)
     replica = hooked(model, state, hook, bucket_cap_mb=MANY)
     before = random_states()
-    with mock.patch.object(Control, "start_gather", autospec=True, side_effect=Control.start_gather) as gather:
+    with contextlib.ExitStack() as stacked:
+        for name in COLLECTIVES:
+            stacked.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        stacked.enter_context(mock.patch.object(Control, "start_gather", noting("gather", Control.start_gather)))
         for step in STEPS:
             inputs, targets = batch(worker, step)
-            inside.clear()
+            calls.clear()
             seen.clear()
-            gather.reset_mock()
-            loss = squared_error(replica(inputs), targets)
-            with Watch() as watch:
-                loss.backward()
+            squared_error(replica(inputs), targets).backward()
             assert sum(seen) == 6 * (WIDTH**2 + WIDTH)
-            assert inside == watch.calls == ["allreduce_"] * (2 * len(seen) * (world_size > 1))
             # Before a new bucket the workers compare it, and whether its memory is there. DDP builds new buckets for
             # the second step.
-            assert gather.call_count == 2 * len(seen) * (step < 2) * (world_size > 1)
+            expected = ["all_reduce"] * (2 * len(seen)) + ["gather"] * (2 * len(seen) * (step < 2))
+            assert sorted(calls) == (expected if world_size > 1 else [])
     assert random_states() == before
     assert {error.dtype for error in state.error().values()} == {torch.bfloat16}
     assert {parts["error"].dtype for parts in state.state_dict()["matrices"].values()} == {torch.float32}
