@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import attach
-from tests.support.distributed import folder, on_workers
-from tests.support.sharded_training import RANK_2, Net, check_said, make_test, mesh_of, sharded, train, whole_errors
+from tests.support.distributed import folder, make_test, on_workers
+from tests.support.sharded_training import RANK_2, Net, check_said, mesh_of, sharded, train, whole_errors
 from tests.support.training import complaint, flat, relative
 
 

@@ -14,7 +14,8 @@ from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hoo
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
 from tests.support.balance import check_same
-from tests.support.sharded_training import make_test, mesh_of
+from tests.support.distributed import make_test
+from tests.support.sharded_training import mesh_of
 from tests.support.training import LIMIT, relative, total
 
 STEPS = 4

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from powersgd_triton import attach
 from powersgd_triton.config import PowerSGDConfig
 from tests.support.checks import same_bits
-from tests.support.distributed import folder
-from tests.support.sharded_training import FULL_RANK, make_test, mesh_of, whole_errors
+from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import FULL_RANK, mesh_of, whole_errors
 from tests.support.training import LIMIT, complaint
 from tests.support.wrappers import local
 

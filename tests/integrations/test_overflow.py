@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.communicator import Communicator
-from tests.support.sharded_training import make_test, mesh_of, whole
+from tests.support.distributed import make_test
+from tests.support.sharded_training import mesh_of, whole
 from tests.support.training import Given, total
 from tests.support.wrappers import local
 

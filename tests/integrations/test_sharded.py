@@ -24,7 +24,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.matrices import compressed_rank
 from tests.support import tensor_parallel
 from tests.support.balance import Ledger, check_close
-from tests.support.distributed import named
+from tests.support.distributed import make_test, named
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
@@ -33,7 +33,6 @@ from tests.support.sharded_training import (
     batch,
     check_said,
     loss_of,
-    make_test,
     mesh_of,
     parameters,
     replicated,

@@ -24,8 +24,8 @@ from powersgd_triton.planning import tuning
 from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.balance import Ledger, check_close, train
 from tests.support.checks import same_bits, set_times
-from tests.support.distributed import folder
-from tests.support.sharded_training import RANK_2, Net, make_test, mesh_of, whole_errors
+from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import RANK_2, Net, mesh_of, whole_errors
 from tests.support.training import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from powersgd_triton import attach
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support.checks import same_bits
-from tests.support.sharded_training import RANK_2, RATE, Net, backward, batch, loss_of, make_test, mesh_of
+from tests.support.distributed import make_test
+from tests.support.sharded_training import RANK_2, RATE, Net, backward, batch, loss_of, mesh_of
 from tests.support.training import relative
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, means
 

@@ -17,12 +17,12 @@ from powersgd_triton.planning.cost import ComputeTime, Network
 from powersgd_triton.planning.trial import time_compute
 from tests.support import tensor_parallel
 from tests.support.checks import same_bits, set_times
+from tests.support.distributed import make_test
 from tests.support.sharded_training import (
     RANK_2,
     Net,
     batch,
     check_said,
-    make_test,
     mesh_of,
     parameters,
     sharded,

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from tests.support.distributed import folder
-from tests.support.sharded_training import make_test, mesh_of
+from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import mesh_of
 from tests.support.wrappers import local
 
 PLANNED = PowerSGDConfig(compression=8, replan_every=2, min_compression_rate=1)

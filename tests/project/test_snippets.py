@@ -130,5 +130,5 @@ def test_the_program_of_the_ddp_guide_prints_what_the_guide_says(tmp_path: Path)
     assert [*map(float, losses.findall(said))] == pytest.approx([*map(float, losses.findall(expected))], rel=0.1)
 
 
-CASES = {name_of(page).replace("/", " "): functools.partial(runs, name_of(page)) for page in PAGES}
+CASES = {name_of(page): functools.partial(runs, name_of(page)) for page in PAGES}
 test_blocks_run = make_test({name: case for name, case in CASES.items() if blocks_of(*case.args)}, 2)

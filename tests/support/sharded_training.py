@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
-from tests.support import distributed
 
 WIDTH = 25
 TOKENS = 17
@@ -27,7 +26,6 @@ RATE = 0.5
 """The learning rate: a power of two, so that dividing by it rounds nothing."""
 Gradients = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-make_test = distributed.make_test
 
 
 class Block(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor
 from powersgd_triton import checkpoint
 from tests.support.checks import same_bits
 from tests.support.deepspeed_training import RANK_4, Case, convert, each, engine_for, losses, ready, weights
-from tests.support.distributed import folder, run
-from tests.support.sharded_training import Net, make_test
+from tests.support.distributed import folder, make_test, run
+from tests.support.sharded_training import Net
 from tests.support.training import complaint
 from tests.support.wrappers import means
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tests.support import deepspeed_training
 from tests.support.deepspeed_training import FULL_RANK, Case, each, engine_for, losses, weights, zero
-from tests.support.distributed import folder
-from tests.support.sharded_training import TOKENS, WIDTH, batch, make_test
+from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import TOKENS, WIDTH, batch
 from tests.support.training import complaint
 
 RANK_2 = {"rank": 2, "min_compression_rate": 1, "parameters": None}

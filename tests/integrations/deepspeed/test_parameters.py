@@ -35,8 +35,8 @@ from tests.support.deepspeed_training import (
     spoiled,
     zero,
 )
-from tests.support.distributed import folder
-from tests.support.sharded_training import Net, batch, make_test
+from tests.support.distributed import folder, make_test
+from tests.support.sharded_training import Net, batch
 from tests.support.training import complaint
 
 INT2 = {"rank": 4, "parameters": "int2"}

@@ -23,7 +23,8 @@ from powersgd_triton.integrations import deepspeed as adapter
 from powersgd_triton.integrations.deepspeed import refusals
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from tests.support.deepspeed_training import RANK_4, Case, configuration, each, engine_for
-from tests.support.sharded_training import Net, make_test
+from tests.support.distributed import make_test
+from tests.support.sharded_training import Net
 from tests.support.training import complaint
 
 

@@ -30,7 +30,8 @@ from tests.support.deepspeed_training import (
     weights,
     zero,
 )
-from tests.support.sharded_training import RANK_2, RATE, Net, make_test
+from tests.support.distributed import make_test
+from tests.support.sharded_training import RANK_2, RATE, Net
 from tests.support.training import total
 
 STEPS = 6

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, ready
-from tests.support.distributed import folder
+from tests.support.distributed import folder, make_test
 from tests.support.exchanges import Watch
 from tests.support.local_steps import (
     BUILD,
@@ -35,7 +35,6 @@ from tests.support.local_steps import (
     same_bits,
     theta,
 )
-from tests.support.sharded_training import make_test
 from tests.support.training import complaint
 
 STEPS, EVERY = 6, 3

@@ -138,10 +138,8 @@ def inject(times: int, *, rarely: int, timeout: float) -> dict[str, list[Problem
     A TimeoutError means that workers hung outside of collectives.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Their names are those of files.
-        cases = {f"fault {number}": fault for number, fault in enumerate(FAULTS)}
-        results = run_cases(cases, WORKERS, times, Path(folder), timeout=timeout)
-        found = {fault.title: _joined(results[name]) for name, fault in cases.items()}
+        results = run_cases({fault.title: fault for fault in FAULTS}, WORKERS, times, Path(folder), timeout=timeout)
+        found = {title: _joined(by_worker) for title, by_worker in results.items()}
         for title, kind in LOSSES:
             found[title] = peers.lose(kind, rarely, Path(folder))
     return found
