@@ -13,7 +13,7 @@ import torch.distributed as dist
 from _pytest.mark.expression import Expression
 from torch import nn
 
-from benchmarks import packing, rivals, tune
+from benchmarks import loss_per_byte, packing, rivals, tune
 from benchmarks.cases import step_cases
 from tests.support.programs import ROOT, output_of
 
@@ -70,6 +70,12 @@ def test_the_first_part_of_a_session_checks_a_step_and_times_it_beside_torchs() 
     cases = [case.id for case in step_cases(full=False, dry=False)]
     found = [case for case in cases if chosen.evaluate(lambda name, /, **_: name.lower() in case.lower())]  # noqa: B023
     assert found == [f"gpt2-124M-r4-fp32-{provider}" for provider in ("ours", "torch", "torchbatched")]
+
+
+def test_arms_of_loss_per_byte_have_a_place_in_its_figure() -> None:
+    for arm in {arm for model in loss_per_byte.MODELS.values() for arm in model.arms} | {"ours:16+int4+pairs"}:
+        assert loss_per_byte.kind(arm) in loss_per_byte.STYLES
+        assert loss_per_byte.width(arm) in loss_per_byte.COLOURS
 
 
 def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
