@@ -15,6 +15,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.checks import gradients, step
 from tests.support.distributed import on_workers
 from tests.support.elastic.alone import CONFIG, SHAPES, Manager
+from tests.support.training import at_call
 
 
 @pytest.mark.parametrize("config", [{"rank": 2}, {"rank": 2, "algorithm": "alternating"}])
@@ -131,6 +132,27 @@ def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypat
     manager._quorum_id, manager._step, manager.errored = 3, 1, lambda: None
     load({**state, "history": [[0, 1]]})
     torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], given["weight"])
+
+
+@pytest.mark.parametrize("config", [{}, {"iterations": 2}, {"iterations": 2, "algorithm": "alternating"}], ids=str)
+def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str, Any]):
+    """The error loses what was sent in each repetition, as if this worker had heard of the step's end."""
+
+    def after(failing: int) -> dict[str, torch.Tensor]:
+        manager: Any = Manager(_quorum_id=1)
+        manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
+        compressor = Compressor(PowerSGDConfig(rank=2, **config), SHAPES, manager=manager)
+        with at_call(ManagedCommunicator, "all_reduce", failing, lambda: lose(compressor._managed._communicator)):
+            compressor.compress(gradients(0, SHAPES))
+        assert bool(manager.errored()) == (failing >= 0)
+        load, save = manager.states["powersgd"]
+        manager.should_commit(applied=False)
+        manager._quorum_id, manager._step, manager.errored = 2, 1, lambda: None
+        load({**save.__self__._shared(), "history": [[0, 1]]})
+        return compressor.error()
+
+    last = config.get("iterations", 1) * (1 if "algorithm" in config else 2) - 1
+    torch.testing.assert_close(after(last), after(-1))
 
 
 def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
