@@ -50,18 +50,21 @@ def test_buckets_are_those_of_ddp(name: str) -> None:
 
 def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "powersgd": {"rank": 1}}))
+    before = {"rank": 1, "parameters": None}
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "powersgd": before}))
     text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "1", "--write", str(file))
     for said in (
         "124,439,808 parameters in 13 buckets, 100 ms of compute",
         "2 × 1 workers, 1 Gbit/s a node, 10 µs",
         *("all-reduce, fp32", "all-reduce, bf16", "rank 4, float32", "rank 16, int4", "compression=160"),
         *("compression: timed on cpu", "Recommended: PowerSGDConfig(compression=", "DDP: leave bucket_cap_mb out."),
+        *("up to 100x: start there", f"in place of {json.dumps(before)}"),
     ):
         assert said in text
     assert "e+" not in text
     written = json.loads(file.read_text())
     assert written["train_micro_batch_size_per_gpu"] == 4
+    assert written["powersgd"].pop("parameters", "gone") is None
     chosen = PowerSGDConfig.from_dict(written["powersgd"])
     assert chosen.planned
     assert f"compression={chosen.compression!r}" in text
@@ -167,7 +170,7 @@ def test_a_model_is_made_by_a_function(
         (["planned_here:missing", "--step-ms", "1"], "has no attribute 'missing'"),
         (["not_a_module_here:f", "--step-ms", "1"], "No module named 'not_a_module_here'"),
         (["./planned_here:f", "--step-ms", "1"], "relative import"),
-        (["gpt2", "--step-ms", "1", "--device", "meta"], "--device meta cannot be used here"),
+        (["gpt2", "--step-ms", "1", "--device", "meta"], "--device must be cpu, cuda or one of h100"),
         (["gpt3"], "expected gpt2, "),
         (["gpt2"], "--step-ms is missing"),
         (["gpt2", "--device", "a100"], "--step-ms is missing: a step on a100 cannot be measured here"),

@@ -1,6 +1,7 @@
 """``python -m powersgd_triton plan``: predict the time of a step with and without compression, and recommend one."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from powersgd_triton.autoload import SECTION
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
@@ -31,6 +33,9 @@ GPU = "h100"
 """The GPU for which compute is predicted on a machine without one."""
 FIXED = ((4, "float32"), (16, "int4"))
 """Ranks and widths that are shown beside the budgets."""
+
+MEASURED = 100
+"""The largest compression to start with, by docs/choosing.md: losses at larger ones are extrapolated."""
 
 Rows = list[tuple[str, Prediction]]
 
@@ -59,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket-caps", action="store_true", help="only print which bucket_cap_mb suits which link, at rank 4"
     )
     parser.add_argument("--max-overhead", type=float, help="largest share of a step that compression may compute")
-    parser.add_argument("--write", type=Path, help="ds_config.json to which the section is added")
+    parser.add_argument("--write", type=Path, help="ds_config.json in which the section is written")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,10 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         here = "cpu" if arguments.step_ms is None else GPU
         name = arguments.device or ("cuda" if torch.cuda.is_available() else here)
         gpu = name if name in cost.GPUS else None
+        if gpu is None and name.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"--device must be cpu, cuda or one of {', '.join(cost.GPUS)}; got {name}")
         if gpu is not None and arguments.step_ms is None:
             raise ValueError(f"--step-ms is missing: a step on {gpu} cannot be measured here")
         device = torch.device(name if gpu is None else "cpu")
-        if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {name} cannot be used here")
         if device.type == "cuda":
             # Workers of a node have a GPU each.
@@ -122,9 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
             layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda s: chosen.ranks.get(s.name, 0))
             print(f"\n{RankReport.of(layout, chosen.config, {})}")
         if ds_config is not None:
-            ds_config["powersgd"] = section(chosen.config)
+            before = ds_config.get(SECTION)
+            ds_config[SECTION] = {**_of_adapter(before), **section(chosen.config)}
             arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
-            print(f"\nwritten to {arguments.write}: {json.dumps({'powersgd': ds_config['powersgd']})}")
+            replaced = "" if before is None else f" in place of {json.dumps(before)}"
+            print(f"\nwritten to {arguments.write}: {json.dumps({SECTION: ds_config[SECTION]})}{replaced}")
     elif ds_config is not None:
         print(f"\n{arguments.write} is left as it is")
     return 0
@@ -211,9 +220,11 @@ def recommendation(rows: Rows, chosen: Prediction) -> str:
         return f"Recommended: do not compress. Nothing that may be chosen {faster}."
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     exact, half = (row.seconds / chosen.seconds for _, row in rows[:2])
+    large = rows[0][1].bytes_per_step > MEASURED * chosen.bytes_per_step
+    caution = "" if not large else f" Losses were measured up to {MEASURED}x: start there, see docs/choosing.md."
     return (
         f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact:.1f}x as fast as with an all-reduce "
-        f"in fp32, and {half:.1f}x as fast as in bf16."
+        f"in fp32, and {half:.2f}x as fast as in bf16.{caution}"
     )
 
 
@@ -223,6 +234,12 @@ def section(config: PowerSGDConfig) -> dict[str, Any]:
     given = {key: getattr(config, key)}
     default = PowerSGDConfig(**given).to_dict()
     return given | {name: value for name, value in config.to_dict().items() if value != default[name]}
+
+
+def _of_adapter(section: Any) -> dict[str, Any]:
+    """Return what a section of ds_config.json says besides fields of ``PowerSGDConfig``, such as ``parameters``."""
+    fields = [field.name for field in dataclasses.fields(PowerSGDConfig)]
+    return {key: value for key, value in section.items() if key not in fields} if isinstance(section, dict) else {}
 
 
 def positive(text: str) -> int:
