@@ -1,5 +1,6 @@
 """Collectives of one process group."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of, uses_gloo
 from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_place
+from powersgd_triton.config import logger
 
 Work: TypeAlias = "dist.Work | Watched | None"
 """A collective under way. None if nothing had to be sent."""
@@ -111,6 +113,9 @@ class Communicator:
 
     def form_nodes(self, device: torch.device) -> None:
         """Set ``inside`` and ``across`` for hierarchical sums. Collective. Call ``check_groups`` before."""
+        if self._collectives is dist and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
+            started = f"one of WORLD_SIZE={os.environ['WORLD_SIZE']} workers"
+            logger.warning("this worker, %s, averages alone: call torch.distributed.init_process_group first", started)
         if self.node_group is None or self.inside is not None or self.world_size == 1:
             return
         groups, self._formed_in = given_groups(self.node_group), dist.group.WORLD
