@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
@@ -105,7 +105,11 @@ class PowerSGD(Aggregator):
                 "the plain loop takes ranks from its own Config(rank=…), and PowerSGDConfig(quantize=…) for gradients; "
                 f"got a PowerSGDConfig with rank={config.rank}"
             )
-        shapes = {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)}
+        tensors: list[Any] = [params] if isinstance(params, nn.Module) else [*params]
+        others = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
+        if others:
+            raise TypeError(f"params must be tensors, as params_in_optimizer(optimizer) returns; got a {others[0]}")
+        shapes = {str(index): real_shape(tensor.shape, tensor.dtype) for index, tensor in enumerate(tensors)}
         self._compressor = Compressor(config, shapes, group)
         self._dropped: Tensor | int = 0
 
@@ -182,9 +186,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     gradients stays as it is, and so does its ``.grad``, but for what is sent of an error that is kept elsewhere.
 
     Raises:
-        TypeError: The optimizer needs a closure, as LBFGS does. Nothing was changed.
+        TypeError: The optimizer needs a closure, as LBFGS does, or the aggregator is none. Nothing was changed.
         Exception: What ``aggregator.aggregate`` raises, or the optimizer.
     """
+    if not isinstance(aggregator, Aggregator):
+        raise TypeError(f"optimizer_step expects an optimizer and an Aggregator; got a {type(aggregator).__name__}")
     check_closure(optimizer, "optimizer_step expects")
     parameters = params_in_optimizer(optimizer)
     gradients = [p.grad if p.grad is not None and p.requires_grad else torch.zeros_like(p) for p in parameters]

@@ -248,6 +248,8 @@ class Compressor(Handle):
         return dropped
 
     def _check_valid(self, compressed: Compressed) -> None:
+        if not isinstance(compressed, Compressed):
+            raise TypeError(f"expected the result of compress(); got {type(compressed).__name__}")
         if compressed.iteration != self._step.iteration:
             steps = f"step {compressed.iteration}, but the last step was {self._step.iteration}"
             raise RuntimeError(f"factors are valid until the next compress; these belong to {steps}")

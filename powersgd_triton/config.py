@@ -73,8 +73,9 @@ def _number(name: str, value: Any, minimum: int, kind: str = "a number") -> floa
 
 def unknown(key: object, valid: Sequence[str]) -> str:
     """Return a message about a key that is none of the valid ones."""
-    nearest = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)[0]
-    return f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {', '.join(valid)}"
+    nearest = difflib.get_close_matches(str(key), valid, n=1)
+    meant = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    return f"unknown key {key!r}{meant} Valid keys: {', '.join(valid)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,9 +275,10 @@ class PowerSGDConfig:
     def from_dict(cls, section: Mapping[str, Any]) -> "PowerSGDConfig":
         """Build a configuration from a JSON section.
 
-        Raises:
-            TypeError, ValueError: As above, or a key is not a field. The message then names the nearest one.
+        TypeError, ValueError: As above, or a key is not a field. The message then names a similar one, if any.
         """
+        if not isinstance(section, Mapping):
+            raise TypeError(f"expected an object like {{'compression': 20}}; got {section!r}")
         fields = [*(field.name for field in dataclasses.fields(cls)), "codes"]
         for key in section:
             if key not in fields:

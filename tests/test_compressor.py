@@ -195,6 +195,8 @@ def test_bad_outputs_are_refused_without_a_trace():
     new = compressor.compress(gradients(1))
     with pytest.raises(RuntimeError, match=r"step 1.*2"):
         compressor.decompress(compressed, out=given)
+    with pytest.raises(TypeError, match=r"the result of compress\(\); got dict"):
+        compressor.decompress(given)  # type: ignore[arg-type]
     assert same_bits(given, copies)
     compressor.decompress(new, out=given)
 
@@ -252,3 +254,17 @@ def test_gradients_that_require_grad_are_only_read():
     given = {name: tensor.requires_grad_() for name, tensor in gradients(0).items()}
     assert same_bits(step(compressor, given), step(plain, gradients(0)))
     assert not any(tensor.requires_grad for tensor in compressor.error().values())
+
+
+def test_a_worker_without_a_process_group_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for workers in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", workers)
+        compressor = Compressor(PowerSGDConfig(rank=2), SHAPES)
+        for number in range(2):
+            compressor.compress(gradients(number))
+    (said,) = (message for message in caplog.messages if "alone" in message)
+    assert said == (
+        "this worker, one of WORLD_SIZE=2 workers, averages alone: call torch.distributed.init_process_group first"
+    )

@@ -117,7 +117,11 @@ def test_from_dict_survives_json(fields: dict[str, Any]):
     assert PowerSGDConfig.from_dict(fields) == config
 
 
-def test_from_dict_names_unknown_and_nearest_key():
+def test_from_dict_names_unknown_and_similar_keys():
     for key, nearest in (("rnak", "rank"), ("startiter", "start_iter"), ("warmstart", "warm_start")):
         with pytest.raises(ValueError, match=f"'{key}'.*did you mean '{nearest}'"):
             PowerSGDConfig.from_dict({"seed": 1, key: 1})
+    with pytest.raises(ValueError, match=r"unknown key 'process_group'\. Valid keys: rank, "):
+        PowerSGDConfig.from_dict({"process_group": None})
+    with pytest.raises(TypeError, match=r"an object like .*; got \[1\]"):
+        PowerSGDConfig.from_dict([1])  # type: ignore[arg-type]

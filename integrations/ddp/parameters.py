@@ -24,6 +24,8 @@ class ParameterNames:
     """Names parameters as the module does, or numbers them in the order of the first backward pass."""
 
     def __init__(self, module: nn.Module | None) -> None:
+        if not isinstance(module, nn.Module | None):
+            raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
         self.module: nn.Module | None = module.module if isinstance(module, DistributedDataParallel) else module
         named = () if self.module is None else self.module.named_parameters()
         # A wrapper also knows those that it averages itself, after the backward pass.

@@ -131,13 +131,18 @@ def test_a_frozen_parameter_loses_no_error_of_quantized_gradients(worker: int, w
     torch.testing.assert_close(left, torch.zeros(64, 64), rtol=0, atol=1e-4)
 
 
-def test_a_wrong_configuration_and_an_optimizer_with_a_closure_are_refused() -> None:
+def test_wrong_arguments_and_an_optimizer_with_a_closure_are_refused() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(TypeError, match="a Config or a PowerSGDConfig; got int"):
         PowerSGD([weight], 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"its own Config\(rank=…\).*got a PowerSGDConfig with rank=3"):
         PowerSGD([weight], PowerSGDConfig(rank=3))
+    for wrong in (nn.Linear(2, 2), [[weight]]):
+        with pytest.raises(TypeError, match=r"params must be tensors.*params_in_optimizer.*got a (Linear|list)"):
+            PowerSGD(wrong, Config(1))  # type: ignore[arg-type]
     aggregator = PowerSGD([weight], Config(1))
+    with pytest.raises(TypeError, match="an optimizer and an Aggregator; got a SGD"):
+        optimizer_step(aggregator, torch.optim.SGD([weight]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="needs no closure; got LBFGS"):
         optimizer_step(torch.optim.LBFGS([weight]), aggregator)
     assert aggregator.step_counter == 0

@@ -121,6 +121,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((None,), {"use_error_feedback": True, "error_feedback": False}, "TypeError.*use_error_feedback and error_feedb"),
     ((None,), {"bakend": "torch"}, "ValueError.*bakend.*backend"),
     *(((), {"process_group": group}, NO_GROUP + type(group).__name__) for group in GROUPS),
+    ((CONFIG,), {"module": "net"}, "TypeError: module must be a torch.nn.Module; got str"),
     ((nn.Linear(2, 2), CONFIG), {}, "TypeError: process_group must.*got a Linear: give it as module="),
 ]
 
