@@ -194,4 +194,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "DeepSpeed 2 in nodes": Wrapper(
         functools.partial(in_nodes, functools.partial(Engine, stage=2)), 4, None, thin=BALANCE, lacks=ENGINE
     ),
+    "DeepSpeed 3 in nodes": Wrapper(
+        functools.partial(in_nodes, functools.partial(Engine, stage=3)), 4, None, thin=BALANCE, lacks=ENGINE
+    ),
 }
