@@ -17,7 +17,6 @@ from powersgd_triton.core.loading import load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
-from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.layout.matrices import Size, sizes
@@ -190,14 +189,14 @@ class PowerSGDState(Handle):
         """Return everything but the process group, with this worker's own error. Prefer ``state_dict``."""
         if self.config.planned and not self._names.record():
             raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
-        torchs_logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        arguments.torchs_logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         return self._content()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
         self._set_up(saved["config"], None, group, saved.get("node_group"))
         # With torch's spaces, so that a filter for torch's message finds this one.
-        torchs_logger.warning(
+        arguments.torchs_logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size).                "
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )

@@ -21,7 +21,6 @@ from powersgd_triton.core.loading import save
 from powersgd_triton.core.saved_state import LoadReport, plain, sizes_digest
 from powersgd_triton.handle import FOUND, Handle
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.deepspeed.engines import Traffic
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
 from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -125,7 +124,7 @@ class DeepSpeedState(Handle):
         traffic = self.traffic()
         return dataclasses.replace(super().report(), whole_step=(traffic.plain, traffic.sent))
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> engines.Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
         engine, optimizer, layout = self._framework, self._framework.optimizer, self._layout()
         stage, bf16_optimizer = int(engine.zero_optimization_stage()), engines.is_bf16_optimizer(optimizer)
@@ -155,7 +154,7 @@ class DeepSpeedState(Handle):
         share = (workers - 1) / workers
         # Of quantized gradients each worker gets its partition only.
         times = 1 if quantized and (stage or bf16_optimizer) else 2
-        return Traffic(
+        return engines.Traffic(
             elements=layout.numel,
             compressed=sum(segment.numel for segment in (layout.segments if quantized else layout.compressed)),
             gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,

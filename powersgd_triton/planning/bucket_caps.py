@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.matrices import Tensors
-from powersgd_triton.planning import cost
-from powersgd_triton.planning.cost import TOLERANCE, Job, Network
+from powersgd_triton.planning.cost import TOLERANCE, Job, Network, step_seconds
 
 DEFAULT_CAP = 25
 """MB of DDP's buckets without ``bucket_cap_mb``. The first one then has 1 MB."""
@@ -43,7 +42,7 @@ def cap_seconds(job: Job, config: PowerSGDConfig) -> dict[int, float]:
         numels = list(itertools.accumulate(layout.numel for layout in layouts))
         filled = [numel / numels[-1] for numel in numels]
         # Joining them once more changes nothing.
-        found[cap] = cost.step_seconds(job.compute, 0.0, job.messages(layouts, config), filled)
+        found[cap] = step_seconds(job.compute, 0.0, job.messages(layouts, config), filled)
     return found
 
 
