@@ -40,8 +40,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: The file cannot be written.
     """
     path = Path(path)
-    tensors, rest = flatten(state_dict)
-    text = json.dumps(rest)
+    tensors, text = flatten(state_dict)
     checksum = str(_checksum(tensors, text))
     if path.suffix == SAFETENSORS:
         from safetensors.torch import save as to_bytes
@@ -82,15 +81,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
 
 
-def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a saved state into its tensors, {"name/part": tensor}, and all other values, as JSON can express them."""
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], str]:
+    """Split a saved state into its tensors, {"name/part": tensor}, and all other values as JSON."""
     matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
     tensors = {
         f"{name}/{part}": tensor.detach().cpu().contiguous()
         for name, parts in matrices.items()
         for part, tensor in parts.items()
     }
-    return tensors, json.loads(json.dumps({**state_dict, "matrices": list(matrices)}))
+    return tensors, json.dumps({**state_dict, "matrices": list(matrices)})
 
 
 def pickled(value: Any) -> bytes:
