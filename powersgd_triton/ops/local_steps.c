@@ -1,8 +1,6 @@
 // Local steps on the CPU: what ops/local_steps.py defines. One pass over the parameters, where operations of torch take
 // three. Arrays of a piece have numel elements, and do not overlap.
 
-#include <stddef.h>
-
 #include "common.h"
 
 typedef struct {
