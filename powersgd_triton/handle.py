@@ -121,10 +121,10 @@ class Handle:
         Raises:
             TypeError, ValueError: An argument has the wrong type or is out of range. Nothing was changed.
         """
-        on = whole_number("every", every) > 0
-        new = [Telemetry(self._engine, callback, writer, every)] if on else []
+        every = whole_number("every", every)
+        new = [Telemetry(self._engine, callback, writer, every)] if every else []
         kept = [listener for listener in self._engine.listeners if not isinstance(listener, Telemetry)]
-        if not on:
+        if not every:
             self._engine.schedule.mark = lambda _: None
         # Last, since a user's function may raise an exception.
         self._engine.listeners[:] = [*kept, *new]

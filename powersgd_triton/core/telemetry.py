@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import logger, whole_number
+from powersgd_triton.config import logger
 from powersgd_triton.core import clock
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener, Task, watched
@@ -103,7 +103,7 @@ class Telemetry(Listener):
             raise TypeError(f"callback must be a function of a StepRecord; got {type(callback).__name__}")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
-        self._writer, self._every = writer, whole_number("every", every, 1)
+        self._writer, self._every = writer, every
         self._reports = [*([] if writer is None else [self._write]), *([] if callback is None else [callback])]
         # Not a cycle, so that errors on a device are freed with the engine.
         self._engine: Engine = weakref.proxy(engine)
