@@ -94,7 +94,7 @@ class Buckets:
         step: Step,
         device: torch.device | None,
     ) -> None:
-        self._scheme, self._tensors, self._plan = scheme, tensors, residuals.plan
+        self.scheme, self._tensors, self._plan = scheme, tensors, residuals.plan
         self._residuals, self._step = residuals, step
         self.communicator, self.device = communicator, device
         self._buckets: dict[Hashable, BucketState] = {}
@@ -172,7 +172,7 @@ class Buckets:
         task = Task(layout, gradients, *context, bucket.memory, bucket.found, parts[0].ranges)
 
         def allocate() -> tuple[Any, Facts, Facts]:
-            memory = self._scheme.prepare(task)
+            memory = self.scheme.prepare(task)
             # Moving an error is collective. The workers of a node exchange gradients as they are, and others in fp64 if
             # one of them is.
             kinds = {gradient.dtype for gradient in gradients.values()}

@@ -54,7 +54,7 @@ class Engine:
         device: torch.device | None = None,
         buckets: int | None = None,
     ) -> None:
-        self.tensors, self.given, self._scheme = tensors, config, scheme
+        self.tensors, self.given = tensors, config
         self.plan, self.step, self.schedule = RankPlan(config), Step(), Schedule()
         if config.planned:
             self.plan.connect(communicator.world_size, buckets)
@@ -157,10 +157,10 @@ class Engine:
                 task = self.buckets.prepare(parts)
                 for listener in self.listeners:
                     task = listener.watch(task)
-                sent = self._scheme.sent_numel(task.layout, self.config, self.step.iteration)
+                sent = self.buckets.scheme.sent_numel(task.layout, self.config, self.step.iteration)
                 self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
                 self.sent += 4 * sent
-                run, take = self._scheme.average(task), functools.partial(write_average, task, parts)
+                run, take = self.buckets.scheme.average(task), functools.partial(write_average, task, parts)
                 self.schedule.advance(run, take, finish=last is not False and parts[-1] is part)
         if last:
             self.end_step()

@@ -191,7 +191,7 @@ def test_replays_keep_their_scratch_memory(device: torch.device):
     training = Training(device)
     training.run(range(EAGER))
     replay = training.capture()
-    workspace = training.engine._scheme._factors._workspace  # type: ignore[attr-defined]
+    workspace = training.engine.buckets.scheme._factors._workspace  # type: ignore[attr-defined]
     used = [weakref.ref(memory) for memory in workspace._memory.values()]
     assert used
     if device.type == "cpu":
