@@ -104,8 +104,9 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
 
 def mean_in_place(content: Tensor, communicator: Communicator) -> Collectives:
     """Average a tensor in place by an all-reduce."""
-    yield communicator.all_reduce(content)
+    # Before the sum, which may not fit fp16 although the average does. DDP does so too.
     content.div_(communicator.world_size)
+    yield communicator.all_reduce(content)
 
 
 def exchange_parts(

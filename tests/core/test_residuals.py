@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.buckets import FilledBucket
 from benchmarks.shapes import SMALL_GRADIENT_SETS
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import whole
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
@@ -230,3 +231,12 @@ def test_calls_of_a_small_models_step(one_worker: None) -> None:
     # Without a C compiler, torch computes each stage of each group by calls of its own.
     assert few <= (1200 if library() is None else 600), few
     assert many - few <= 2.5 * (len(more_layers) - len(SMALL_GRADIENT_SETS["demo"]))
+
+
+@on_workers(2)
+def test_an_exact_average_fits_fp16_where_the_sum_does_not(worker: int, world_size: int) -> None:
+    engine = Engine(Mixed(), PowerSGDConfig(start_iter=1), Communicator(), lambda: {"weight": (4, 4)})
+    buffer = torch.full((16,), 40000.0, dtype=torch.float16)
+    engine.begin("all", lambda: {"weight": (4, 4)}, CPU, last=True)
+    engine.average_exactly(buffer)
+    assert torch.equal(buffer, torch.full_like(buffer, 40000.0))
