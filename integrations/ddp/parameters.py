@@ -67,11 +67,14 @@ class ParameterNames:
             names = [*saved]
         self.names.update(zip(parameters, names, strict=True))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all trainable parameters by name, or of those in ``record`` if they are numbered."""
+    def shapes(self, *, frozen: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all trainable parameters by name, or of those in ``record`` if they are numbered.
+
+        With ``frozen``, also of those that are not trainable.
+        """
         if self.module is None:
             return {name: shape for bucket in self.record() for name, shape in bucket}
-        return {name: shape_of(parameter) for parameter, name in self.names.items() if parameter.requires_grad}
+        return {name: shape_of(p) for p, name in self.names.items() if frozen or p.requires_grad}
 
     def record(self) -> Record:
         """Return the buckets of the first backward pass, here or before a loaded state was saved."""

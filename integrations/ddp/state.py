@@ -179,7 +179,9 @@ class PowerSGDState(Handle):
             expected[:] = self._names.check(saved["buckets"], strict=strict, rename=names)
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
             named = self._names.module is not None and (expected or saved.get("matrices") == {})
-            return saved, sizes(self._names.shapes(), self.config) if named else None
+            # Those that are frozen now may have an error of the time before.
+            frozen = {n: s for n, s in self._names.shapes(frozen=True).items() if n in saved.get("matrices", {})}
+            return saved, sizes(frozen | self._names.shapes(), self.config) if named else None
 
         report = load(self._engine, read, strict=strict, rename=names)
         self._names.expect(expected)

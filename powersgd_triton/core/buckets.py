@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, together
+from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
@@ -125,6 +125,10 @@ class Buckets:
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
+                if self._plan.config.algorithm == "alternating":
+                    # Each worker writes averages with its own copy of the bases.
+                    for name, matrix in self._residuals.matrices.items():
+                        saved[f"bases of {name!r}"] = [int(fingerprint(basis)) for basis in matrix.bases.values()]
             return layout, common, {**replicated, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
 
         layout = self.together("a step", introduce)

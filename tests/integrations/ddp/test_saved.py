@@ -249,3 +249,31 @@ def test_pickles_with_a_budget() -> None:
     # Parameters are numbered without module=, in the order in which they were seen first.
     training(model, 0, other, range(5, 6))
     assert [tensor.rank for tensor in other.report().tensors] == [tensor.rank for tensor in state.report().tensors]
+
+
+@alone
+def test_a_state_is_loaded_after_a_layer_was_frozen(tmp_path: Path) -> None:
+    model = linear_stack()
+    state = state_for(model)
+    training(model, 0, state, range(3))
+    next(model.parameters()).requires_grad_(False)
+    state.save(tmp_path)
+    for continued in (state, state_for(model)):
+        report = continued.load(tmp_path)
+        assert report is not None
+        assert report.loaded
+
+
+def regrouped(worker: int, world_size: int) -> None:
+    """Workers that have trained apart are refused with the alternating algorithm, whose bases they would not share."""
+    own = [dist.new_group([index]) for index in range(world_size)][worker]
+    for algorithm in ("standard", "alternating"):
+        model = linear_stack()
+        state = state_for(model, group=own, algorithm=algorithm)
+        training(model, worker, state, range(3), group=own)
+        state.process_group = None
+        said = complaint(training, model, worker, state, range(3, 4))
+        assert ("bases of" in said) == (algorithm == "alternating"), said
+
+
+test_apart = make_test([regrouped], world_size=2)
