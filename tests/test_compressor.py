@@ -268,3 +268,23 @@ def test_a_worker_without_a_process_group_is_told_that_it_is_alone(
     assert said == (
         "this worker, one of WORLD_SIZE=2 workers, averages alone: call torch.distributed.init_process_group first"
     )
+
+
+@pytest.mark.parametrize("look", [Compressor.error, Compressor.state_dict])
+@pytest.mark.parametrize(
+    "config", [PowerSGDConfig(quantize="int4"), PowerSGDConfig(rank=lambda *_: 0)], ids=["int4", "carried"]
+)
+def test_looking_at_errors_does_not_decide_about_a_step(config: PowerSGDConfig, look: Callable[[Compressor], Any]):
+    """The average does not fit fp16, which only ``decompress`` finds out."""
+    given = {"weight": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).mul(1e4)}
+    other = Compressor(PowerSGDConfig(rank=1), {"weight": (64, 64)})
+    other.compress(given)
+    compressor = Compressor(config, {"weight": torch.zeros(64, 64, dtype=torch.float16)})
+    compressor.attach(lambda: 2.0)
+    compressor.load_state_dict(other.state_dict())
+    before = compressor.error()["weight"]
+    compressed = compressor.compress({"weight": torch.full((64, 64), 60000.0, dtype=torch.float16)})
+    look(compressor)
+    compressor.decompress(compressed)
+    assert compressed.verdict == 0
+    assert torch.equal(compressor.error()["weight"], before)

@@ -47,6 +47,7 @@ class Residuals:
         whole: Errors of tensors without a matrix.
         decide: Called before errors are read or replaced: it may settle ``whole``, if that is done late.
         agree: Called before they are saved by all workers, who may have to agree on the outcome of the last step.
+        forgotten: Called before errors become zero: what an undecided step has sent must not be subtracted any more.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: size} of all tensors that have been in a bucket.
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
@@ -60,6 +61,7 @@ class Residuals:
         self.whole = WholeErrors(plan)
         self.decide: Callable[[], None] = lambda: None
         self.agree: Callable[[], None] = lambda: None
+        self.forgotten: Callable[[], None] = lambda: None
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
@@ -128,6 +130,7 @@ class Residuals:
     def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
         self.decide()
+        self.forgotten()
         with self.streams.everywhere():
             for matrix in self.matrices.values():
                 if matrix.error is not None:

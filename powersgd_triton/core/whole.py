@@ -177,10 +177,17 @@ class WholeErrors:
 
     def errors(self, step: Step) -> Parts:
         """Return views of all errors of tensors without a matrix."""
-        self.settle(step)
-        found = dict(self._unsent())
+        if not self.late:
+            self.settle(step)
+        verdict, found = self.verdict if self.is_unsettled(step) else None, dict(self._unsent())
+        # What ``settle`` would leave, which may still change.
+        if verdict is not None:
+            found |= {name: found[name].where(verdict.eq(0), 0.0) for name in self._added}
         for held in self._flat.values():
-            found |= held.named(held.E)
+            E = held.E
+            if verdict is not None and held.left and held.M is not None:
+                E = held.M.where(verdict.bool(), torch.zeros(()) if E is None else E)
+            found |= held.named(E)
         return found
 
     def _of(self, layout: Layout) -> FlatErrors:

@@ -64,6 +64,7 @@ class Managed:
         # {step: quorum in which it was applied}.
         self._history: dict[int, int] = {}
         engine.residuals.decide, engine.residuals.agree = self._look, self._agree
+        engine.residuals.forgotten = self.sent.forget
         engine.connect(ManagedCommunicator())
         number = _numbers[manager] = _numbers.get(manager, 0) + 1
         manager.should_commit = functools.partial(_voted, manager.should_commit, weakref.ref(self))

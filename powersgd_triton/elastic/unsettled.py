@@ -73,6 +73,11 @@ class Unsettled(Listener):
         self._void = True
         self.end_step()
 
+    def forget(self) -> None:
+        """Forget what was sent, since the errors that would lose it become zero."""
+        self.products.clear()
+        self.exact = {}
+
     def settle(self, *, applied: bool) -> None:
         """Let errors lose what the last step has sent if it was ``applied``. Else they keep it."""
         whole = self._whole

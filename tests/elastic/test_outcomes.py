@@ -12,6 +12,7 @@ from torch import nn
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton.ops.torch_backend import TorchBackend
 from tests.support.checks import gradients, step
 from tests.support.distributed import on_workers
 from tests.support.elastic.alone import CONFIG, SHAPES, Manager
@@ -153,6 +154,19 @@ def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str,
 
     last = config.get("iterations", 1) * (1 if "algorithm" in config else 2) - 1
     torch.testing.assert_close(after(last), after(-1))
+
+
+def test_errors_that_are_forgotten_stay_zero_when_others_apply_the_step():
+    manager: Any = Manager(_quorum_id=1, report_error=lambda _: None)
+    compressor = Compressor(CONFIG, SHAPES, manager=manager)
+    with at_call(TorchBackend, "commit", 0, lambda: lose(compressor._managed._communicator)):
+        compressor.compress(gradients(0, SHAPES))
+    load, save = manager.states["powersgd"]
+    manager.should_commit(applied=False)
+    compressor.forget()
+    manager._quorum_id, manager._step = 2, 1
+    load({**save.__self__._shared(), "history": [[0, 1]]})
+    assert not any(error.any() for error in compressor.error().values())
 
 
 def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: pytest.MonkeyPatch):
