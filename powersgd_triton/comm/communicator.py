@@ -112,7 +112,10 @@ class Communicator:
         return self._start(self._collectives.all_reduce, tensor, group=self.group)
 
     def form_nodes(self, device: torch.device) -> None:
-        """Set ``inside`` and ``across`` for hierarchical sums. Collective. Call ``check_groups`` before."""
+        """Set ``inside`` and ``across`` for hierarchical sums. Collective. Call ``check_groups`` before.
+
+        Warns a worker that is alone although it was started with others.
+        """
         if self._collectives is dist and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
             started = f"one of WORLD_SIZE={os.environ['WORLD_SIZE']} workers"
             logger.warning("this worker, %s, averages alone: call torch.distributed.init_process_group first", started)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, fingerprint, together
+from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
-from powersgd_triton.core.facts import common_facts, factor_facts, replicated_facts, saved_facts
+from powersgd_triton.core.facts import basis_facts, common_facts, factor_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout
@@ -125,11 +125,8 @@ class Buckets:
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
-                if self._plan.config.algorithm == "alternating":
-                    # Each worker writes averages with its own copy of the bases.
-                    for name, matrix in self._residuals.matrices.items():
-                        saved[f"bases of {name!r}"] = [int(fingerprint(basis)) for basis in matrix.bases.values()]
-            return layout, common, {**replicated, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
+                bases = basis_facts(self._residuals, self._plan.config)
+            return layout, common, {**replicated, **saved, **bases, COMPUTED_BY: computed_by(self._plan.config, device)}
 
         layout = self.together("a step", introduce)
         if first:

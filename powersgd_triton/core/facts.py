@@ -5,6 +5,7 @@ from typing import Any
 
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.saved_state import SavedState
 from powersgd_triton.layout.matrices import Tensors, sizes
 from powersgd_triton.ops.bucket import Bucket
@@ -44,6 +45,14 @@ def saved_facts(saved: SavedState) -> dict[str, Any]:
     if saved.iteration or facts:
         facts |= {"saved iteration": saved.iteration, "strict": saved.strict, "saved plan": saved.plan}
     return facts
+
+
+def basis_facts(residuals: Residuals, config: PowerSGDConfig) -> dict[str, Any]:
+    """Return fingerprints of the bases with which each worker writes averages in the alternating algorithm."""
+    if config.algorithm != "alternating":
+        return {}
+    held = residuals.matrices.items()
+    return {f"bases of {name!r}": [int(fingerprint(basis)) for basis in m.bases.values()] for name, m in held}
 
 
 def factor_facts(buckets: Iterable[Bucket]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class WholeErrors:
             self._added.discard(name)
 
     def errors(self, step: Step) -> Parts:
-        """Return views of all errors of tensors without a matrix."""
+        """Return all errors of tensors without a matrix. They are views, unless the last step is still undecided."""
         if not self.late:
             self.settle(step)
         verdict, found = self.verdict if self.is_unsettled(step) else None, dict(self._unsent())

@@ -35,6 +35,7 @@ class ManagedCommunicator(Communicator):
     world_size = index = global_index = 0
 
     def __init__(self, group: Any = None, index: int = 0, world_size: int = 1) -> None:
+        # Its own, also where torch.distributed is not initialized.
         super().__init__(collectives=None)
         self._torchft, self.lost, self.world_size = group, False, world_size
         self.index = self.global_index = index

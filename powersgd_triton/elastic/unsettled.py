@@ -74,7 +74,7 @@ class Unsettled(Listener):
         self.end_step()
 
     def forget(self) -> None:
-        """Forget what was sent, since the errors that would lose it become zero."""
+        """Forget what was sent: the errors have lost it, or become zero."""
         self.products.clear()
         self.exact = {}
 
@@ -98,6 +98,5 @@ class Unsettled(Listener):
                 whole.settle(self._engine.step)
             if applied:
                 whole.hold({name: -sent for name, sent in self.exact.items()})
-        self.exact = {}
-        self.products.clear()
+        self.forget()
         self._verdict, self._void = None, False

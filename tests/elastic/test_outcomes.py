@@ -135,6 +135,13 @@ def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypat
     torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], given["weight"])
 
 
+def heal(manager: Any) -> None:
+    """Let its worker take the state of one that has applied step 0 in quorum 1."""
+    load, save = manager.states["powersgd"]
+    manager._quorum_id, manager._step, manager.errored = 2, 1, lambda: None
+    load({**save.__self__._shared(), "history": [[0, 1]]})
+
+
 @pytest.mark.parametrize("config", [{}, {"iterations": 2}, {"iterations": 2, "algorithm": "alternating"}], ids=str)
 def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str, Any]):
     """The error loses what was sent in each repetition, as if this worker had heard of the step's end."""
@@ -146,10 +153,8 @@ def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str,
         with at_call(ManagedCommunicator, "all_reduce", failing, lambda: lose(compressor._managed._communicator)):
             compressor.compress(gradients(0, SHAPES))
         assert bool(manager.errored()) == (failing >= 0)
-        load, save = manager.states["powersgd"]
         manager.should_commit(applied=False)
-        manager._quorum_id, manager._step, manager.errored = 2, 1, lambda: None
-        load({**save.__self__._shared(), "history": [[0, 1]]})
+        heal(manager)
         return compressor.error()
 
     last = config.get("iterations", 1) * (1 if "algorithm" in config else 2) - 1
@@ -161,11 +166,9 @@ def test_errors_that_are_forgotten_stay_zero_when_others_apply_the_step():
     compressor = Compressor(CONFIG, SHAPES, manager=manager)
     with at_call(TorchBackend, "commit", 0, lambda: lose(compressor._managed._communicator)):
         compressor.compress(gradients(0, SHAPES))
-    load, save = manager.states["powersgd"]
     manager.should_commit(applied=False)
     compressor.forget()
-    manager._quorum_id, manager._step = 2, 1
-    load({**save.__self__._shared(), "history": [[0, 1]]})
+    heal(manager)
     assert not any(error.any() for error in compressor.error().values())
 
 
