@@ -180,7 +180,8 @@ class PowerSGDState(Handle):
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
             named = self._names.module is not None and (expected or saved.get("matrices") == {})
             # Those that are frozen now may have an error of the time before.
-            frozen = {n: s for n, s in self._names.shapes(frozen=True).items() if n in saved.get("matrices", {})}
+            held = {names.get(name, name) for name in saved.get("matrices") or ()}
+            frozen = {name: shape for name, shape in self._names.shapes(frozen=True).items() if name in held}
             return saved, sizes(frozen | self._names.shapes(), self.config) if named else None
 
         report = load(self._engine, read, strict=strict, rename=names)

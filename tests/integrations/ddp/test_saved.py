@@ -262,6 +262,10 @@ def test_a_state_is_loaded_after_a_layer_was_frozen(tmp_path: Path) -> None:
         report = continued.load(tmp_path)
         assert report is not None
         assert report.loaded
+    saved = {f"net.{name}": name for name, _ in model.named_parameters()}
+    wrapped = nn.ModuleDict({"net": model})
+    report = state_for(wrapped).load_state_dict(state.state_dict(), rename={old: new for new, old in saved.items()})
+    assert report.loaded
 
 
 def regrouped(worker: int, world_size: int) -> None:
