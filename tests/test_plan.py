@@ -58,7 +58,7 @@ def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[st
         "2 × 1 workers, 1 Gbit/s a node, 10 µs",
         *("all-reduce, fp32", "all-reduce, bf16", "rank 4, float32", "rank 16, int4", "compression=160"),
         *("compression: timed on cpu", "Recommended: PowerSGDConfig(compression=", "DDP: leave bucket_cap_mb out."),
-        *("up to 100x: start there", f"in place of {json.dumps(before)}"),
+        *("Start with compression=100 or less: see docs/choosing.md.", f"in place of {json.dumps(before)}"),
     ):
         assert said in text
     assert "e+" not in text

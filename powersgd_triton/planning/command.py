@@ -34,8 +34,8 @@ GPU = "h100"
 FIXED = ((4, "float32"), (16, "int4"))
 """Ranks and widths that are shown beside the budgets."""
 
-MEASURED = 100
-"""The largest compression to start with, by docs/choosing.md: losses at larger ones are extrapolated."""
+LARGEST_START = 100
+"""The largest compression to start with, by docs/choosing.md."""
 
 Rows = list[tuple[str, Prediction]]
 
@@ -220,8 +220,8 @@ def recommendation(rows: Rows, chosen: Prediction) -> str:
         return f"Recommended: do not compress. Nothing that may be chosen {faster}."
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     exact, half = (row.seconds / chosen.seconds for _, row in rows[:2])
-    large = rows[0][1].bytes_per_step > MEASURED * chosen.bytes_per_step
-    caution = "" if not large else f" Losses were measured up to {MEASURED}x: start there, see docs/choosing.md."
+    large = rows[0][1].bytes_per_step > LARGEST_START * chosen.bytes_per_step
+    caution = f" Start with compression={LARGEST_START} or less: see docs/choosing.md." if large else ""
     return (
         f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact:.1f}x as fast as with an all-reduce "
         f"in fp32, and {half:.2f}x as fast as in bf16.{caution}"
