@@ -109,6 +109,12 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None, node_group:
         )
         _check_apart(node, group, "DistributedDataParallel", advice)
         if node_group is None and group is not None and dist.get_world_size(node) > 1:
+            nodes, size, workers = dist.get_world_size(group), dist.get_world_size(node), dist.get_world_size()
+            if nodes * size != workers:
+                raise ValueError(
+                    "the workers of DistributedDataParallel share an exchange, which needs all workers of the program "
+                    f"in nodes of one size; got {nodes} nodes (group=) of {size} workers (process_group), of {workers}"
+                )
             # The workers of a node hold the same values, and share the work of an exchange.
             node_group = (node, group)
         return LocalTensors(model.module), Communicator(group if node_group is None else None, node_group=node_group)

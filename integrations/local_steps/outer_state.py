@@ -50,8 +50,8 @@ class OuterState:
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
         check_closure(self.optimizer, "outer must return")
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if given - {id(p) for p in parameters}:
-            raise ValueError("outer must return an optimizer of the parameters that it is given; got one of others")
+        if given != {id(p) for p in parameters}:
+            raise ValueError("outer must return an optimizer of all parameters that it is given, and of no others")
         self._finite: HostCopy | None = None
         # What local parameters in 16 bits have changed since the last exchange counts from here, unless from θ.
         self._starts: Tensors = {}
@@ -83,15 +83,17 @@ class OuterState:
     def take_in(self, new: Mapping[str, Tensor]) -> None:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
         new = {name: parameter for name, parameter in new.items() if name not in self.shared}
-        for name, parameter in new.items():
-            if name in self._frozen:
-                # The workers have changed it since they were equal, and nothing must be lost.
-                self.exact.mean([local(parameter)], local(parameter).isfinite().all())
-            else:
-                broadcast_from_first([local(parameter)], self.engine.communicator)
         self.local.take_in(new)
         added = self._new({name: local(parameter) for name, parameter in new.items()})
+        theta = {name: parameter.detach() for name, parameter in added.items()}
+        for name, tensor in theta.items():
+            if name in self._frozen:
+                # The workers have changed it since they were equal, and nothing must be lost.
+                self.exact.mean([tensor], tensor.isfinite().all())
+            else:
+                broadcast_from_first([tensor], self.engine.communicator)
         self.shared |= added
+        self.write(theta.items())
         self.optimizer.param_groups[0]["params"] += added.values()
 
     def rate(self) -> float | None:

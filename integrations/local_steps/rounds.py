@@ -1,5 +1,6 @@
 """Rounds of local steps: how long they are, and with whom the exchange that ends each of them averages."""
 
+import itertools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -71,10 +72,11 @@ class Rounds:
             self.advance(finish=True)
             if self.quorums is None:
                 self.catch_up("finish")
-            if self.since > 0 or keep:
+            # A state that was saved with ``keep`` may have left the workers apart.
+            if self.since > 0 or keep or (self.quorums is None and self.most(self._outer.has_begun()) > 0):
                 self.exchange()
                 self.advance(finish=True)
-                self._outer.warn()
+            self._outer.warn()
         finally:
             self.keep = keep
 
@@ -83,8 +85,7 @@ class Rounds:
         self.advance(finish=True)
 
         def begin() -> PendingExchange:
-            # With a delay, a worker hears of the others one step later: now, it would wait for the slowest one. Not
-            # after an exchange that has failed, perhaps on this worker alone: the others may wait for its messages.
+            # With a delay, a worker hears of the others one step later: now, it would wait for the slowest one.
             waits = self.quorums is not None or self._engine.communicator.others or not self._counted
             later, self._counted = self._delay > 0 and not waits, False
             meeting = self._meeting(UNDER_WAY if later else "an exchange", begins=True)
@@ -113,6 +114,8 @@ class Rounds:
         finally:
             if ended:
                 self._end(pending)
+        # Not after an exception, perhaps on this worker alone: the others may wait for its messages.
+        self._counted = ended and pending.counts
 
     def _end(self, pending: PendingExchange) -> None:
         """Use what has arrived, or let the next exchange send these changes too."""
@@ -124,7 +127,7 @@ class Rounds:
         else:
             since, self.every = self._before
             self.since += since
-        self.pending, self._counted = None, pending.counts
+        self.pending = None
 
     def errors(self, *, copy: bool = True) -> Tensors:
         """Return {name: E as θ is shaped} of this worker's errors, of tensors of which some was sent."""
@@ -162,7 +165,8 @@ class Rounds:
             every, checks = self.length(self.steps), self._engine.config.check_every
             found |= {"exchanges": step, **self._outer.check()}
             if checks and step and step % checks == 0:
-                found |= {f"shared {name!r}": int(fingerprint(theta)) for name, theta in self._outer.theta().items()}
+                equal = itertools.chain(self._outer.theta().items(), self._outer.local.frozen())
+                found |= {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in equal}
             return (new, every), {"every": every, "steps": self.steps, **self._outer.settings()}, found
 
         comparison = compare(call, prepare, self._engine.communicator, self._outer.device)
@@ -230,7 +234,7 @@ class Quorums(Managed):
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        outer, fresh = self._outer, self._quorum is None
+        outer, fresh = self._outer, self._fresh
         if other := sorted(state["shared"].keys() ^ outer.theta().keys()):
             raise ValueError(
                 f"only one of this worker and that from which it heals trains {listing(other)}: make LocalSteps when "

@@ -72,7 +72,7 @@ class LocalSteps(Handle):
             added to the local parameters. 0 waits for it.
         keep: Share of the error E that stays in this worker's own parameters, which then are θ − keep · E. 1 loses
             nothing; less lets old errors decay. Default: all of E stays, apart from the parameters.
-        optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
+        optimizer: This worker's optimizer, if its states are to be averaged too, in fp64. By default they stay local.
         manager: A ``torchft.Manager``, over whose quorums exchanges average. The first one comes at once, and gives all
             workers the same parameters. Only for a plain module. See docs/guides/torchft.md.
 

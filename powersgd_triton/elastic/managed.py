@@ -59,6 +59,8 @@ class Managed:
         # The quorum to which the engine is connected; (quorum, step) of the last attempt until it is settled, and how
         # the vote about it has ended. The vote after that may be about a step of another model.
         self._quorum: int | None = None
+        # Whether it was never in a quorum, and has not healed.
+        self._fresh = True
         self._attempt: tuple[int, int] | None = None
         self._applied: bool | None = None
         # {step: quorum in which it was applied}.
@@ -157,7 +159,7 @@ class Managed:
         def share() -> None:
             shared, old = self._shared(), self._history.get(last, -1)
             state = torch.frombuffer(bytearray(pickled(shared)), dtype=torch.uint8)
-            mine = [self._quorum is not None, old, len(shared["matrices"]), len(state)]
+            mine = [not self._fresh, old, len(shared["matrices"]), len(state)]
             places = communicator.gather(torch.tensor(mine, device="cpu")).tolist()
             source, newest = places.index(max(places)), max(place[1] for place in places)
             state = (state if source == index else state.new_empty(places[source][-1])).to(communicator.device)
@@ -172,7 +174,7 @@ class Managed:
 
         self.guarded(share)
         if not communicator.lost:
-            self._quorum = manager._quorum_id
+            self._quorum, self._fresh = manager._quorum_id, False
 
     # A state ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +189,8 @@ class Managed:
         history = dict(map(tuple, state["history"]))
         self._settle(history)
         self._history = history
-        self._adopt(state, fresh=self._quorum is None)
+        self._adopt(state, fresh=self._fresh)
+        self._fresh = False
 
     def _shared(self) -> dict[str, Any]:
         engine, residuals = self._engine, self._engine.residuals

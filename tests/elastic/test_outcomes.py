@@ -186,6 +186,21 @@ def test_a_worker_that_is_lost_in_a_check_does_not_settle_the_step(monkeypatch: 
     assert torch.equal(compressor.error()["bias"], unsent[0])
 
 
+def test_a_worker_that_healed_and_did_not_connect_keeps_its_next_steps(monkeypatch: pytest.MonkeyPatch):
+    net, manager = nn.Linear(4, 4), Manager(_quorum_id=1, start_quorum=lambda: None, report_error=lambda _: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(ManagedCommunicator, "gather", lambda communicator, _: lose(communicator))
+        LocalSteps(net, PowerSGDConfig(quantize="ternary"), every=2, manager=manager)
+    load, save = manager.states["powersgd"]
+    state = save()
+    load(state)
+    with torch.no_grad():
+        net.weight += 1
+    trained = net.weight.detach().clone()
+    load(state)
+    assert torch.equal(net.weight, trained)
+
+
 def test_local_steps_of_workers_that_differ(monkeypatch: pytest.MonkeyPatch):
     """One has missed a quorum of which nothing was applied; another one trains other parameters; states are local."""
     found = list[tuple[LocalSteps, Manager, nn.Sequential]]()

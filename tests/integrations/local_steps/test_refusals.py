@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core import schedule
 from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange
+from powersgd_triton.integrations.local_steps.exact import ExactAverages
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors
 from powersgd_triton.integrations.local_steps.outer_state import OuterState
 from powersgd_triton.integrations.local_steps.rounds import Rounds
@@ -40,8 +41,9 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda first: {"outer": 3 if first else None}, "outer must be a function that returns an optimizer; got .* int"),
     (
         lambda first: {"outer": (lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())) if first else None},
-        "optimizer of the parameters that it is given; got one of others",
+        "optimizer of all parameters that it is given, and of no others",
     ),
+    (lambda first: {"outer": lambda p: torch.optim.SGD(p[:3] if first else p, lr=1.0)}, "optimizer of all parameters"),
     (lambda first: {"manager": object() if first else None}, "manager= is for a plain module of this process alone"),
     (
         lambda first: {"config": PowerSGDConfig(quantize="int4") if first else TERNARY},
@@ -141,6 +143,32 @@ def fails_alone(worker: int, _world_size: int) -> None:
     assert torch.equal(theta(training.sync), before)
 
 
+def fails_when_it_counts(worker: int, _world_size: int) -> None:
+    """One worker has an average, but not that of the buffers, for which the other one waits: both hear of it."""
+    net = model(worker)
+    net.register_buffer("average", torch.zeros(3))
+    training = Training(worker, every=EVERY, delay=1, net=net, group=dist.new_group())
+    training.train(2 * EVERY)
+    net.get_buffer("average").add_(worker)
+    lacks = mock.patch.object(ExactAverages, "mean", side_effect=MemoryError("injected"))
+    said = complaint(training.train, 1, None if worker else lacks)
+    if worker == 0:
+        assert "injected" in said
+        said = complaint(training.train, EVERY)
+    assert "worker 1 is in a step that waits for the others and worker 0 in an exchange" in said, said
+
+
+def trains_a_parameter_for_a_time(worker: int, _world_size: int) -> None:
+    """One that is frozen again when the workers meet is not exchanged. ``check_every`` finds it."""
+    net: Any = model()
+    net[0].requires_grad_(False)
+    sync = LocalSteps(net, PowerSGDConfig(quantize="int8", check_every=1), every=1)
+    sync.step()
+    with torch.no_grad():
+        net[0].weight += worker
+    assert "shared '0.weight'" in complaint(sync.step)
+
+
 def takes_in_later(worker: int, _world_size: int) -> None:
     """A parameter is unfrozen, and taken in once while an exchange is under way. Its changes stay if that fails."""
     for delay in (1, 2):
@@ -193,8 +221,9 @@ def one_is_alone(worker: int, _world_size: int) -> None:
 
 
 LATER = {f"refuses_later-{delay}": functools.partial(refuses_later, delay=delay) for delay in (0, 1)}
-CASES = [refuses, refuses_between_fragments, fails_alone, takes_in_later, goes_on_without_memory, one_is_alone]
-test_two_workers = make_test({**named(CASES), **LATER}, 2)
+ALONE = [fails_alone, fails_when_it_counts, one_is_alone]
+CASES = [refuses, refuses_between_fragments, takes_in_later, trains_a_parameter_for_a_time, goes_on_without_memory]
+test_two_workers = make_test({**named(CASES + ALONE), **LATER}, 2)
 test_three_workers = pytest.mark.slow(make_test([refuses], 3))
 
 

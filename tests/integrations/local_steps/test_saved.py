@@ -110,6 +110,16 @@ def saves_a_step_that_does_not_count_yet(worker: int, _world_size: int) -> None:
     assert torch.equal(flat(first.net), flat(second.net))
 
 
+def finishes_what_others_kept(worker: int, _world_size: int) -> None:
+    """What was kept in the workers' own parameters, where nothing is kept, and before a step is taken."""
+    first, second = training(worker, options={"keep": 1.0}), training(worker)
+    first.train(EVERY)
+    second.sync.load_state_dict(first.sync.state_dict())
+    assert not same_bits(flat(second.net))
+    second.sync.finish()
+    assert torch.equal(flat(second.net), theta(second.sync))
+
+
 def goes_on_elsewhere(worker: int, _world_size: int, cases: list[Options], saved_in: str) -> None:
     """Another number of workers goes on from the mean changes, and saves them in the same folder."""
     for index, (config, options) in enumerate(cases):
@@ -211,7 +221,8 @@ def test_runs_go_on(cases: list[Options], tmp_path: Path) -> None:
         run(goes_on_elsewhere, workers, cases, str(tmp_path))
 
 
-test_states = make_test([saves_after_a_failure, saves_a_step_that_does_not_count_yet, refuses_bad_files], 2)
+STATES = [saves_after_a_failure, saves_a_step_that_does_not_count_yet, finishes_what_others_kept, refuses_bad_files]
+test_states = make_test(STATES, 2)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])

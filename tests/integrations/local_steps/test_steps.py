@@ -183,6 +183,12 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
     training.train(1)
     training.sync.finish()
     assert net.late.mean() == 2.0
+    narrow: Any = model().bfloat16()
+    narrow[0].requires_grad_(False)
+    sync = LocalSteps(narrow, TERNARY, every=1)
+    narrow[0].requires_grad_(True).weight.data.fill_(1 + worker / 128)
+    sync.step()
+    assert (sync.shared()["0.weight"] == 1 + 1 / 256).all(), "the mean is rounded"
 
 
 def tries_again(worker: int, _world_size: int) -> None:
@@ -281,9 +287,12 @@ def test_one_worker() -> None:
     assert "An exchange comes every 3 steps" in str(training.sync.report())
     with pytest.raises(TypeError, match="have no loss scale"):
         training.sync.attach(torch.amp.GradScaler("cpu"))
-    training.train(1)
-    next(training.net.parameters()).data[0, 0] = torch.nan
-    with logged("powersgd_triton.integrations.local_steps") as messages:
-        training.sync.finish()
-    assert ["not finite" in text for text in warnings(messages)] == [True]
-    assert flat(training.net).isfinite().all()
+    # In the last exchange, which ``finish`` makes or follows.
+    for steps in (1, 3):
+        training.train(steps - 1)
+        next(training.net.parameters()).data[0, 0] = torch.nan
+        with logged("powersgd_triton.integrations.local_steps") as messages:
+            training.train(1)
+            training.sync.finish()
+        assert ["not finite" in text for text in warnings(messages)] == [True]
+        assert flat(training.net).isfinite().all()

@@ -136,11 +136,13 @@ def refuses() -> None:
     over_all, inside = DistributedDataParallel(Net()), DistributedDataParallel(Net(), process_group=node())
     fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), process_group=node(), device_id=torch.device("cpu"))
     hybrid = fully_shard(Net(), mesh=mesh())
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     refused(
         [
             (lambda: local(over_all), r"gradients over the workers \[0, 1, 2, 3\] in every step.*process_group=node"),
             (lambda: local(over_all, across()), r"changes over the workers \[\d, \d\].*group=across"),
             (lambda: local(inside, node()), "must have worker . in common, and no other"),
+            (lambda: local(inside, alone), "got 1 nodes .group=. of 2 workers .process_group., of 4"),
             (lambda: local(Net() if dist.get_rank() else "no model"), "model must be a torch.nn.Module; got str"),
             (
                 lambda: local(hybrid, across()),
