@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
 from powersgd_triton.config import PowerSGDConfig, quantized
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.layout import Layout, RowPartition
 from powersgd_triton.layout.matrices import Tensors, factors_sent
 from powersgd_triton.layout.wire_format import QUANTIZED
 from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
@@ -194,7 +194,9 @@ class Job:
         if config.quantize is not None:
             return self._whole_tensors(layout, config.quantize)
         (across, node), times = self._levels, factors_sent(config)
-        total = node.collective(ALL_TO_ALL, 4 * sum(s.numel for s in layout.compressed) * (1 - 1 / node.workers))
+        # What lies between matrices travels with them, so that the workers of a node have unequal parts.
+        parts = [end - start for start, end in itertools.pairwise(RowPartition.build(layout, node.workers).cuts)]
+        total = node.collective(ALL_TO_ALL, 4 * max(sum(parts) - min(parts), max(parts) * (node.workers - 1)))
         total += self._whole_tensors(layout.rounded, config.bypass) if config.bypass and layout.rounded.numel else 0.0
         for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
             # A step's first message has the bypass tensors too.
