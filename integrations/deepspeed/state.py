@@ -18,11 +18,10 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import save
-from powersgd_triton.core.saved_state import LoadReport, plain, sizes_digest
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.handle import FOUND, Handle
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
-from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
@@ -176,10 +175,7 @@ class DeepSpeedState(Handle):
         saved = save(self._engine, lambda error: self._communicator.mean(error).cpu())
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
-        # Include parameters of this model that have not had a gradient yet.
-        idle = {name: plain(size._replace(rank=0)) for name, size in sizes(self.shapes, self.config).items()}
-        tensors = saved["tensors"] = {**idle, **saved["tensors"]}
-        return {**saved, "fingerprint": sizes_digest(tensors)}
+        return saved
 
     def saved_in(self, folder: Path | None) -> Path | None:
         """Return the folder of the state: this one, or the one of the checkpoint that DeepSpeed would load from it."""

@@ -59,7 +59,7 @@ class Engine:
         if config.planned:
             self.plan.connect(communicator.world_size, buckets)
             self.plan.begin(tensors())
-        self.residuals = Residuals(self.plan)
+        self.residuals = Residuals(self.plan, tensors)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
         self._capture = Capture(self.residuals, self.step)
         self.listeners, self.begun = list[Listener](), list[Layout]()

@@ -11,7 +11,7 @@ from powersgd_triton.core.saved_state import Parts, SavedState
 from powersgd_triton.core.streams import Streams
 from powersgd_triton.core.whole import WholeErrors
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.layout.matrices import Size, compressed_rank
+from powersgd_triton.layout.matrices import Size, Tensors, compressed_rank, matrix_size
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
@@ -55,8 +55,8 @@ class Residuals:
             worker's.
     """
 
-    def __init__(self, plan: RankPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: RankPlan, tensors: Callable[[], Tensors]) -> None:
+        self.plan, self._tensors = plan, tensors
         self.streams = Streams()
         self.whole = WholeErrors(plan)
         self.decide: Callable[[], None] = lambda: None
@@ -167,8 +167,11 @@ class Residuals:
                     found[name]["error"] = mean(errors[name])
             for name, error in sorted(self.whole.errors(step).items()):
                 found[name] = {"error": mean(error.clone())}
+            # Those too to which an interrupted first step has not come, unless buckets are compressed as a whole.
+            given = {} if self.sizes and self.sizes.keys().isdisjoint(self._tensors()) else self._tensors()
+            known = {name: matrix_size(shape, self.plan.config, name) for name, shape in given.items()}
             # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
-            tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
+            tensors = known | loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
             plan = self.plan.state_dict()
             return SavedState(step.iteration, tensors, found, plan, own=loaded.own, owner=loaded.owner)
 

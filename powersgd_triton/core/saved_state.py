@@ -142,7 +142,7 @@ class SavedState:
         fitting = {name for name in known if name in self.matrices} - other
         added = {name for name, size in tensors.items() if size.rank and (name not in known or name in other)}
         unused = self.matrices.keys() - fitting
-        # A state that was saved before compression began knows no tensors.
+        # A state that was saved before compression began has no matrices.
         if strict and self.matrices and (added or (complete and unused)):
             raise ValueError(
                 "the saved state belongs to another model or configuration; "

@@ -17,6 +17,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import CPU, MODES, everything, same_bits, step, trained
@@ -81,6 +82,25 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any], waits: b
     assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
     assert all(tensor.isfinite().all() for tensor in steps(fresh))
     assert abandoned == []
+
+
+def test_a_state_of_an_interrupted_first_step_knows_all_tensors():
+    """It has no matrices of tensors to which the step has not come. They begin with their next gradients."""
+    interrupted, fresh, ended = engine_for(), engine_for(), engine_for()
+    give(interrupted, "a", 1, last=False)
+    interrupted.void()
+    saved = save(interrupted)
+    assert load(fresh, lambda: (saved, sizes(SHAPES, fresh.config))).loaded == ("a",)
+    for engine in (interrupted, fresh):
+        for name in "abc":
+            give(engine, name, 2, last=name == "c")
+    assert same_bits(fresh.residuals.error(fresh.step), interrupted.residuals.error(interrupted.step))
+    # Of a model with one tensor.
+    give(ended, "a", 1, last=True)
+    alone = {**save(ended), "tensors": {"a": [12, 10, 2]}}
+    del alone["fingerprint"]
+    with pytest.raises(ValueError, match="missing from it: 'b', 'c'"):
+        load(fresh, lambda: (alone, sizes(SHAPES, fresh.config)))
 
 
 @pytest.mark.parametrize("start_iter", [0, 10])

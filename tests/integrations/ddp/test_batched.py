@@ -71,13 +71,15 @@ def buckets_that_may_change(worker: int, world_size: int) -> None:
         for gradient, given in zip(gradients, exact.values(), strict=True):
             given += total(gradient) / world_size
 
-    low, full = (state_for(None, rank, start_powerSGD_iter=2) for rank in (1, 1000))
+    low, full, other = (state_for(model, rank, start_powerSGD_iter=2) for rank in (1, 1000, 1))
     train(model, worker, low, range(2))
     found = train(model, worker, low, range(2, 6), before_step=add_exact)
     full.load_state_dict(low.state_dict())
     found += train(model, worker, full, range(6, 10), before_step=add_exact)
     for name, expected in exact.items():
         assert relative(torch.stack([averages[name] for averages in found]).sum(0), expected) < LIMIT
+    other.load_state_dict(full.state_dict())
+    assert "has no matrix named" in complaint(training, model, worker, other, range(10, 11))
     # The DDP model is taken as module= too.
     by_function = PowerSGDState(None, lambda *_: 2, 2, module=DistributedDataParallel(model))
     for state, parts in (

@@ -111,6 +111,27 @@ def pickled(worker: int, world_size: int) -> None:
     assert warnings(using) == []
 
 
+def interrupted(worker: int, world_size: int) -> None:
+    """A run goes on from what is saved when its first compressed step is interrupted, before that has all buckets."""
+    for start, named in ((0, True), (2, True), (2, False)):
+        model = linear_stack()
+        state = state_for(model if named else None, start_powerSGD_iter=start)
+        training(model, worker, state, range(start), **AT_ONCE)
+        handle = next(model.parameters()).register_hook(lambda _: 1 / 0)
+        assert "ZeroDivisionError" in complaint(training, model, worker, state, [start], **AT_ONCE)
+        handle.remove()
+        weights, fresh = copy.deepcopy(model.state_dict()), state_for(model if named else None)
+        fresh.load_state_dict(state.state_dict())
+        # Without exact steps before, a pickle does not know how the other parameters are numbered.
+        states = [state, fresh, copy.deepcopy(state), *([pickle.loads(pickle.dumps(state))] if start else [])]
+        runs = []
+        for one in states:
+            model.load_state_dict(weights)
+            runs.append(training(model, worker, one, range(start, start + 2), **AT_ONCE))
+        for run in runs[1:]:
+            assert max(step_differences(run, runs[0])) <= LIMIT
+
+
 def of_another_worker(worker: int, world_size: int) -> None:
     """The error in a pickle is used by the worker that has made it, in a group of that size, and dropped elsewhere."""
     model = linear_stack()
@@ -141,7 +162,7 @@ def check_owed(state: Any, worker: int, owed: dict[str, Tensor], group: dist.Pro
     return any("its error is dropped" in text for text in warnings(messages))
 
 
-test_on_two_workers = make_test([resumed, other_boundaries, pickled, of_another_worker], 2)
+test_on_two_workers = make_test([resumed, other_boundaries, pickled, interrupted, of_another_worker], 2)
 alone = pytest.mark.usefixtures("one_worker")
 
 
