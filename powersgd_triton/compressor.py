@@ -168,7 +168,7 @@ class Compressor(Handle):
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         # With a loss scale, ``decompress`` decides, and with a manager the workers' votes do.
-        self._residuals.whole.late, self._written = step.loss_scale is not None or self._managed is not None, False
+        step.undecided, self._written = step.loss_scale is not None or self._managed is not None, False
         engine.end_step()
         return found[0]
 
@@ -197,6 +197,7 @@ class Compressor(Handle):
             decides = self._step.loss_scale is not None and not self._written
             with self._residuals.streams.on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
+                self._step.undecided &= self._managed is not None
                 self._residuals.whole.settle(self._step)
             self._written = True
         for name, tensor in named.items():

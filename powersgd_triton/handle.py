@@ -145,7 +145,8 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error over workers, the bases and the step, as plain tensors and numbers. Collective.
 
-        Any worker's result can be loaded on all workers at any world size, since only the mean error matters.
+        Any worker's result can be loaded on all workers at any world size, since only the mean error matters. The last
+        step counts as applied if that is not known yet: before ``decompress`` with a loss scale, or a manager's vote.
         """
         return save(self._engine)
 

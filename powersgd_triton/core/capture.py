@@ -33,6 +33,7 @@ class Capture:
         self._before = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
         with residuals.streams.everywhere():
             # If the adapter has not told that the last step's verdict was final.
+            step.undecided = False
             residuals.whole.settle(step)
             renewed = step.start(captured=captured)
         if renewed is not None:

@@ -140,12 +140,12 @@ class WholeErrors:
         return sums
 
     def settle(self, step: Step) -> None:
-        """Keep what the last step has left, or what was before it if it is not applied, unless it is still open.
+        """Keep what the last step has left, or what was before it if it is not applied, if that is decided.
 
         The host does not wait for a device.
         """
         verdict = self.verdict
-        if verdict is None or not self.is_unsettled(step):
+        if verdict is None or step.undecided or not self.is_unsettled(step):
             return
         for held, M in self.noted():
             if held.left and not on_host(verdict):

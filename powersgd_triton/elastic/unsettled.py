@@ -25,7 +25,6 @@ class Unsettled(Listener):
         self.products: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         # What was sent of other tensors, if the adapter sends it again.
         self.exact: dict[str, Tensor] = {}
-        self._verdict: Tensor | None = None
         self._void = False
         self._whole.late = self._whole.notes = True
         engine.listeners.append(self)
@@ -57,9 +56,7 @@ class Unsettled(Listener):
         return sent | {segment.name for held, _ in self._whole.noted() for segment in held.layout.segments}
 
     def end_step(self) -> None:
-        whole = self._whole
-        # Else the residuals would decide now.
-        self._verdict, whole.verdict = self._verdict if whole.verdict is None else whole.verdict, None
+        self._engine.step.undecided = True
 
     def void(self) -> None:
         step = self._engine.step
@@ -80,8 +77,7 @@ class Unsettled(Listener):
 
     def settle(self, *, applied: bool) -> None:
         """Let errors lose what the last step has sent if it was ``applied``. Else they keep it."""
-        whole = self._whole
-        self.end_step()
+        whole, self._engine.step.undecided = self._whole, False
         with self._engine.residuals.streams.everywhere():
             for bucket, product in self.products.items():
                 if not applied and bucket.applied is not None:
@@ -89,7 +85,7 @@ class Unsettled(Listener):
                 elif applied and self._void and bucket.M:
                     bucket.product = product
                     bucket.applied = torch.ones((), dtype=torch.int64, device=bucket.message_P.device)
-            verdict, noted = self._verdict, whole.noted()
+            verdict, noted = whole.verdict, whole.noted()
             if verdict is not None or noted:
                 if verdict is None or self._void or not applied:
                     device = noted[0][1].device if verdict is None else verdict.device
@@ -99,4 +95,4 @@ class Unsettled(Listener):
             if applied:
                 whole.hold({name: -sent for name, sent in self.exact.items()})
         self.forget()
-        self._verdict, self._void = None, False
+        self._void = False

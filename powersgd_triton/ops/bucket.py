@@ -136,9 +136,9 @@ class Bucket:
     def materialize(self, step: Step) -> None:
         """M ← E: subtract the pending product, and divide by the loss scale contained in M.
 
-        The product of an open step stays, since it is not known yet whether the step is applied.
+        The product of an open or undecided step stays, since it is not known yet whether the step is applied.
         """
-        if not step.decides(self.applied):
+        if not (step.undecided or step.decides(self.applied)):
             self._settle(self.M or [], self.applied)
             self.applied = self.scale = None
 

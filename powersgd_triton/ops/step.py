@@ -31,6 +31,7 @@ class Step:
         uneven: Whether workers wrote different parts of the averages, in a dtype that an average may not fit.
         loss_scale: The loss scale that the errors follow. None if the loss is not scaled.
         captured: Whether a step was captured, so that replays may use what is pending.
+        undecided: Whether the last step has ended, but may still turn out not to be applied.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Step:
         self.keys: frozenset[Hashable] = frozenset()
         self.last: bool | None = None
         self.workers = 1
-        self.uneven = self.captured = False
+        self.uneven = self.captured = self.undecided = False
         self.loss_scale: LossScale | None = None
         # (row, verdict, number) of the open step and of the last step that had some. Both are views of the row.
         self._scalars: tuple[Tensor, Tensor, Tensor] | None = None

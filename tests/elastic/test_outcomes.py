@@ -13,10 +13,13 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.elastic.group import ManagedCommunicator
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.torch_backend import TorchBackend
-from tests.support.checks import gradients, step
+from tests.support.checks import gradients, same_bits, step
 from tests.support.distributed import on_workers
 from tests.support.elastic.alone import CONFIG, SHAPES, Manager
-from tests.support.training import at_call
+from tests.support.training import at_call, relative
+from tests.support.wrappers import means
+
+BF16 = {"error_dtype": "bf16"}
 
 
 @pytest.mark.parametrize("config", [{"rank": 2}, {"rank": 2, "algorithm": "alternating"}])
@@ -87,14 +90,53 @@ def test_a_saved_exchange_that_was_not_applied_is_sent_again():
     torch.testing.assert_close(left, start + changes, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
-@on_workers(2)
-def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: int, config: PowerSGDConfig):
+def quorum(worker: int, world_size: int) -> Manager:
+    """The manager of one of the workers of the default group."""
     place: dict[str, Any] = {"participating_rank": lambda: worker, "num_participants": lambda: world_size}
     gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     methods = {name: getattr(gloo, name) for name in ("allreduce", "allgather", "alltoall_base", "broadcast")}
-    pg = SimpleNamespace(getBackendName=lambda: "gloo", **methods)
-    compressor = Compressor(config, SHAPES, manager=Manager(_quorum_id=1, _pg=pg, **place))
+    return Manager(_quorum_id=1, _pg=SimpleNamespace(getBackendName=lambda: "gloo", **methods), **place)
+
+
+@pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.parametrize("fields", [{}, BF16, {**BF16, "algorithm": "alternating"}, {"quantize": "int4"}], ids=str)
+@on_workers(2)
+def test_saving_changes_nothing_of_a_step_that_turns_out_void(
+    worker: int, world_size: int, fields: dict[str, Any], managed: bool
+) -> None:
+    """A loss scale lets ``decompress`` find that, and under a manager the vote decides. What is saved counts it."""
+    config = PowerSGDConfig(**({"rank": 2} | fields if "quantize" not in fields else fields))
+
+    def after(*, applied: bool, saves: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        manager, saved = quorum(worker, world_size) if managed else None, dict[str, Any]()
+        compressor = Compressor(config, SHAPES, manager=manager)
+        compressor.attach(lambda: 2.0)
+        for last in (False, True):
+            given = {n: (1e5 if last else 1.0) * G for n, G in gradients(2 * worker + last, SHAPES).items()}
+            compressed = compressor.compress(given)
+            if last and saves:
+                saved = compressor.state_dict()["matrices"]
+            narrow = last and not (managed or applied)
+            out = {n: G.half() if narrow else G for n, G in given.items()}
+            compressor.decompress(compressed, out=out)
+            if manager is not None:
+                manager.should_commit(applied=applied or not last)
+                manager._quorum_id += last
+                assert not last or compressor._managed.begin()
+        return compressor.error(), saved
+
+    left, saved = after(applied=False, saves=True)
+    assert same_bits(left, after(applied=False, saves=False)[0])
+    counted = means(after(applied=True, saves=False)[0])
+    assert not torch.equal(counted["weight"], means(left)["weight"])
+    for name, parts in saved.items():
+        assert relative(parts["error"].view(SHAPES[name]), counted[name]) < (0.01 if fields else 1e-5), name
+
+
+@pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
+@on_workers(2)
+def test_one_worker_has_errors_and_the_other_one_joins(worker: int, world_size: int, config: PowerSGDConfig):
+    compressor = Compressor(config, SHAPES, manager=quorum(worker, world_size))
     if worker == 0:
         compressor._residuals.whole.hold({"weight": torch.ones(48, 32)})
     total = torch.zeros(48, 32)
