@@ -1,7 +1,7 @@
 """The stages of a bucket's step in plain torch, for the standard and the alternating algorithm."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore, explores
 from powersgd_triton.ops.orthogonalize import random_directions
-from powersgd_triton.ops.products import compensate_backproject, compensate_project, reconstruct
+from powersgd_triton.ops.products import backproject, compensate_backproject, compensate_project, reconstruct
 from powersgd_triton.ops.reference import Pending, may_overflow, note_overflow, on_host, rollback_reference
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import TorchWire, Wire
@@ -41,11 +41,18 @@ class TorchBackend:
         self._sent: Message | None = None
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
+        bucket, first = self.bucket, repetition == 0
         # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
-        own = self.bucket.P if self._alternating else None
-        out = self.bucket.message_P if own is None else own
-        self._multiply(gradients, step, out, left=False, first=repetition == 0)
-        return self._send(gradients, own, left=True, first=repetition == 0)
+        own = bucket.P if self._alternating else None
+        factors = bucket.message_P[: bucket.layout.p_numel] if own is None else own
+        if bucket.shared:
+            # The rows of other workers.
+            factors.zero_()
+        bases, out = bucket.right(bucket.basis, bucket.own), bucket.left(factors, bucket.own)
+        G, M, pending, growth = self._operands(gradients, step, first=first)
+        compensate_project(G, M, pending, bases, growth=growth, out=out)
+        self._subtract_sent(bases, out, left=False)
+        return self._send(gradients, own, left=True, first=first)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
         bucket, sent, first = self.bucket, self._sent, self._alternating and repetition == 0
@@ -55,7 +62,15 @@ class TorchBackend:
             if repetition == 0:
                 self._bypass.div_(step.workers)
             _orthogonalize(bucket, bucket.message_P, step, left=True, out=bucket.P_hat)
-        self._multiply(gradients, step, bucket.Q, left=True, first=first)
+        if bucket.shared:
+            bucket.Q.zero_()
+        bases, out = bucket.left(bucket.P_hat, bucket.own), bucket.right(bucket.Q, bucket.own)
+        G, M, pending, growth = self._operands(gradients, step, first=first)
+        if first:
+            compensate_backproject(G, M, pending, bases, growth=growth, out=out)
+        else:
+            backproject(G, bases, out=out)
+        self._subtract_sent(bases, out, left=True)
         return self._send(gradients, bucket.Q, left=False, first=first)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
@@ -119,34 +134,28 @@ class TorchBackend:
     def wire(self, plan: WirePlan) -> Wire:
         return TorchWire(plan, self.bucket.message_P.dtype, self.bucket.message_P.device)
 
-    def _multiply(
-        self, gradients: Mapping[str, Tensor], step: Step, factors: Tensor, *, left: bool, first: bool
-    ) -> None:
-        """Compute (M − product) · basis, or with the transpose, of this worker's rows. Those of others become zero.
+    def _operands(
+        self, gradients: Mapping[str, Tensor], step: Step, *, first: bool
+    ) -> tuple[Sequence[Matrices], Sequence[Matrices | None], Sequence[Pending | None], Tensor | None]:
+        """Return (G, M, pending products, growth) of this worker's rows. M is G without error feedback.
 
-        The ``first`` product of a step compensates M. M is G without error feedback.
+        Only the ``first`` product of a step compensates M. Later ones multiply M in the place of G, and change none.
         """
-        bucket, layout, own = self.bucket, self.bucket.layout, self.bucket.own
-        if bucket.shared:
-            factors[: layout.q_numel if left else layout.p_numel].zero_()
-        bases = bucket.left(bucket.P_hat, own) if left else bucket.right(bucket.basis, own)
-        out = bucket.right(factors, own) if left else bucket.left(factors, own)
+        bucket, own = self.bucket, self.bucket.own
         nothing = [None] * len(own)
-        M: Sequence[Matrices | None] = nothing
-        pending: Sequence[Pending | None] = nothing
-        growth = None
-        if first:
-            self._product, self._average, self._means = [], [], []
-            growth, applied = bucket.rescale(step), bucket.applied
-            M = bucket.M or nothing
-            if bucket.product and applied is not None:
-                pending = [(P, Q, applied) for P, Q in bucket.joined(bucket.product, own)]
-        G = bucket.matrices(gradients, own) if first or bucket.M is None else bucket.M
-        compensate: Callable[..., None] = compensate_backproject if left else compensate_project
-        compensate(G, M, pending, bases, growth=growth, out=out)
-        bucket.applied = None
-        # What this step has already sent.
-        for (P, Q), basis, result in zip(bucket.joined(self._product, own), bases, out, strict=False):
+        if not first:
+            return bucket.M or bucket.matrices(gradients, own), nothing, nothing, None
+        self._product, self._average, self._means = [], [], []
+        growth, applied, pending = bucket.rescale(step), bucket.applied, list[Pending]()
+        if applied is not None and bucket.product:
+            pending = [(P, Q, applied) for P, Q in bucket.joined(bucket.product, own)]
+        return bucket.matrices(gradients, own), bucket.M or nothing, pending or nothing, growth
+
+    def _subtract_sent(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
+        """Take what this step has already sent out of a product. M has lost what the last step has sent."""
+        self.bucket.applied = None
+        sent = self.bucket.joined(self._product, self.bucket.own)
+        for (P, Q), basis, result in zip(sent, bases, out, strict=False):
             add_product(result, Q if left else P, product((P if left else Q).mT, basis), alpha=-1)
 
     def _send(self, gradients: Mapping[str, Tensor], own: Tensor | None, *, left: bool, first: bool) -> Message:
