@@ -54,7 +54,7 @@ class WholeErrors:
 
     def forget(self) -> None:
         self.verdict: Tensor | None = None
-        self._flat: dict[Layout, FlatErrors] = {}
+        self._flat: list[FlatErrors] = []
         # Errors E [n, m] of other tensors. Which a step has added to gradients, and a copy of its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
@@ -66,11 +66,11 @@ class WholeErrors:
         return bool(self._remaining)
 
     def has_errors(self) -> bool:
-        return any(held.E is not None for held in self._flat.values()) or bool(self._unsent())
+        return any(held.E is not None for held in self._flat) or bool(self._unsent())
 
     def noted(self) -> list[tuple[FlatErrors, Tensor]]:
         """Return the errors of buckets with their M, where one is noted or left, until ``settle``."""
-        return [(held, held.M) for held in self._flat.values() if held.M is not None]
+        return [(held, held.M) for held in self._flat if held.M is not None]
 
     def hold(self, errors: Parts) -> None:
         """Hold {name: E} until they are added to the next gradients of these tensors."""
@@ -154,7 +154,7 @@ class WholeErrors:
             elif held.left and verdict:
                 held.E = M
             held.M, held.left = None, False
-        self._flat = {layout: held for layout, held in self._flat.items() if held.E is not None}
+        self._flat = [held for held in self._flat if held.E is not None]
         self.verdict = None
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
@@ -183,7 +183,7 @@ class WholeErrors:
         # What ``settle`` would leave, which may still change.
         if verdict is not None:
             found |= {name: found[name].where(verdict.eq(0), 0.0) for name in self._added}
-        for held in self._flat.values():
+        for held in self._flat:
             E = held.E
             if verdict is not None and held.left and held.M is not None:
                 E = held.M.where(verdict.bool(), torch.zeros(()) if E is None else E)
@@ -191,7 +191,12 @@ class WholeErrors:
         return found
 
     def _of(self, layout: Layout) -> FlatErrors:
-        return self._flat.setdefault(layout, FlatErrors(layout))
+        # Buckets are few, and the hash of a layout would read all of its segments.
+        for held in self._flat:
+            if held.layout == layout:
+                return held
+        self._flat.append(FlatErrors(layout))
+        return self._flat[-1]
 
     def _held(self, layout: Layout, device: torch.device) -> Tensor:
         """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
@@ -206,7 +211,7 @@ class WholeErrors:
 
     def _apart(self, layout: Layout) -> Parts:
         """Return the remaining errors by name, with those that other layouts share with this one."""
-        for held in self._flat.values():
+        for held in self._flat:
             if not held.layout.shapes.keys().isdisjoint(layout.shapes):
                 # Copies, since views would keep the memory of all until the last one is used. It may not suffice.
                 copies = {name: E.clone() for name, E in held.named(held.E).items()}

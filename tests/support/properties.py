@@ -69,7 +69,7 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     ledger.train(range(3))
     if FORMATS[form].quantize is not None:
         whole = model.state._engine.residuals.whole
-        held = [errors for held in whole._flat.values() for errors in (held.E, held.M) if errors is not None]
+        held = [errors for held in whole._flat for errors in (held.E, held.M) if errors is not None]
         assert model.state.report().error_bytes == sum(errors.nbytes for errors in held)
     ledger.check(rounds=FORMATS[form].bypass is not None)
     assert iteration(model) == 3
