@@ -1,19 +1,20 @@
 """Collectives of one process group."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of, uses_gloo
+from powersgd_triton.comm.control import Control, DisagreementError, control_of, uses_gloo, wait_and_look
 from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_place
 from powersgd_triton.config import logger
 
-Work: TypeAlias = "dist.Work | Watched | None"
-"""A collective under way. None if nothing had to be sent."""
+Work = Callable[[], object] | None
+"""Waits for a collective under way. None if nothing had to be sent."""
 
 
 class Communicator:
@@ -101,9 +102,10 @@ class Communicator:
                 )
             control.started += 1
         work = collective(tensor, *args, async_op=True, **options)
-        if work is None or not controls or not uses_gloo(self.group, tensor.device):
-            return work
-        return Watched(work, controls)
+        if work is None:
+            return None
+        watched = controls and uses_gloo(self.group, tensor.device)
+        return functools.partial(wait_and_look, work, controls) if watched else work.wait
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
@@ -186,10 +188,10 @@ class Communicator:
             return lambda: torch.stack(gather())
         sent = tensor.to(travel_device(self.group, device))
         gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
-        work: Work = dist.all_gather(gathered, sent, group=self.group, async_op=True)
+        work: dist.Work = dist.all_gather(gathered, sent, group=self.group, async_op=True)
 
         def finish() -> Tensor:
-            wait(work)
+            wait(work.wait)
             return torch.stack(gathered).cpu()
 
         return finish
@@ -215,7 +217,7 @@ def wait(work: Work) -> None:
     """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raise the collective's error."""
     try:
         if work is not None:
-            work.wait()
+            work()
     except DisagreementError:
         raise
     except RuntimeError as error:

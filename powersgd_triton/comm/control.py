@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import datetime
 import weakref
 from collections.abc import Callable, Sequence
@@ -94,19 +93,15 @@ def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control
     return _controls.get(group)
 
 
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """A collective of a step. While the host waits for it, it hears of calls of other workers."""
+def wait_and_look(work: dist.Work, controls: Sequence[Control]) -> None:
+    """Wait for a collective of a step, and look for calls of other workers meanwhile.
 
-    work: dist.Work
-    controls: Sequence[Control]
-
-    def wait(self) -> None:
-        """Wait, and raise the collective's error, or that of a call in which this worker does not take part."""
-        while not _ended(self.work, PATIENCE):
-            for control in self.controls:
-                control.look()
-        self.work.wait()
+    Raise the collective's error, or that of a call in which this worker does not take part.
+    """
+    while not _ended(work, PATIENCE):
+        for control in controls:
+            control.look()
+    work.wait()
 
 
 def _ended(work: Any, limit: datetime.timedelta) -> bool:

@@ -1,6 +1,6 @@
 """Collectives of torchft's process group."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +9,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from powersgd_triton.comm.communicator import Communicator, wait
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched:
-    work: Any
-    communicator: "ManagedCommunicator"
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError:
-            self.communicator.lost = True
-            raise
 
 
 class ManagedCommunicator(Communicator):
@@ -74,11 +61,16 @@ class ManagedCommunicator(Communicator):
         wait(self.all_gather(gathered, tensor.to(self.device)))
         return gathered.cpu
 
-    def _begin(self, name: str, *arguments: Any) -> Any:
+    def _begin(self, name: str, *arguments: Any) -> Callable[[], object]:
+        if self.lost:
+            raise RuntimeError("a worker of this quorum was lost")
+        work = self._noted(getattr(self._torchft, name), *arguments)
+        return functools.partial(self._noted, work.wait)
+
+    def _noted(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Start or end a collective, and note if it fails."""
         try:
-            if self.lost:
-                raise RuntimeError("a worker of this quorum was lost")
-            return _Watched(getattr(self._torchft, name)(*arguments), self)
+            return act(*arguments)
         except RuntimeError:
             self.lost = True
             raise

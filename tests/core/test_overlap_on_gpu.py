@@ -1,6 +1,5 @@
 """Messages travel while kernels run on a GPU."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ class LateNetwork(StandIn):
             tensor.mul_(2)
             done.record()
         self.events.append((due, done))
-        return SimpleNamespace(wait=done.wait)
+        return done.wait
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

@@ -244,8 +244,7 @@ def test_waiting_is_exchange_and_the_backward_pass_is_no_phase(monkeypatch: pyte
     time = types.SimpleNamespace(perf_counter=lambda: (next(ticks) + sum(slept)) / 1000)
     monkeypatch.setattr("powersgd_triton.core.clock.time", time)
     # A collective for which one has to wait.
-    work = types.SimpleNamespace(wait=lambda: slept.append(100))
-    monkeypatch.setattr(Communicator, "all_reduce", lambda *_: work)
+    monkeypatch.setattr(Communicator, "all_reduce", lambda *_: lambda: slept.append(100))
     state, records = watched()
     engine = state._engine
     for number in range(2):

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -184,7 +183,7 @@ class Network(StandIn):
             machine.current.wait_stream(done)
             self._kept[:] = [kept for kept in self._kept if kept is not tensors]
 
-        return SimpleNamespace(wait=wait)
+        return wait
 
 
 class Timed(Listener):

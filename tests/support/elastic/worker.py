@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,7 @@ class Worker:
         """Let this worker count the collectives of a step, and suffer its faults."""
         from torchft.checkpointing import http_transport
 
-        begin, wait = group.ManagedCommunicator._begin, group._Watched.wait
-        trainer, numbers = self.trainer, dict[int, int]()
+        begin, trainer = group.ManagedCommunicator._begin, self.trainer
         mine = [fault for fault in self.scenario.faults if (fault.victim, fault.life) == (self.index, self.life)]
 
         def here(place: str, number: int) -> Fault | None:
@@ -101,30 +101,27 @@ class Worker:
             if here("before", trainer.count):
                 self.die()
             work = begin(communicator, name, *arguments)
-            numbers[id(work)] = trainer.count
             if here("inside", trainer.count):
                 self.die()
             if fault := here("stop", trainer.count):
                 mine.remove(fault)
                 self.stop(fault.seconds)
-            return work
+            return functools.partial(waited, communicator, work, trainer.count)
 
-        def waited(work: Any) -> None:
-            number = numbers.pop(id(work), 0)
-            wait(work)
+        def waited(communicator: Any, wait: Callable[[], object], number: int) -> None:
+            wait()
             if here("after", number):
                 self.die()
             if fault := here("deaf", number):
                 mine.remove(fault)
                 self.note("deaf", time.time())
-                work.communicator.lost = True
+                communicator.lost = True
                 raise RuntimeError("this worker does not hear of the end")
 
         for fault in self.scenario.faults:
             if fault.place == "source":
                 http_transport._streaming_save = functools.partial(self.heal, fault, http_transport._streaming_save)
         group.ManagedCommunicator._begin = counted  # type: ignore[assignment, method-assign]
-        group._Watched.wait = waited  # type: ignore[assignment, method-assign]
 
     def die(self) -> None:
         """Write what this worker has sent, and end as if its power had failed."""
