@@ -11,11 +11,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import mean_in_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes, write_average
-from powersgd_triton.core.capture import Capture
+from powersgd_triton.core.capture import Pending, check_capture, restore, start
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
-from powersgd_triton.core.streams import has_streams
+from powersgd_triton.core.streams import has_streams, is_captured
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.ops.step import Step
@@ -61,8 +61,7 @@ class Engine:
             self.plan.begin(tensors())
         self.residuals = Residuals(self.plan, tensors)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
-        self._capture = Capture(self.residuals, self.step)
-        self.listeners, self.begun = list[Listener](), list[Layout]()
+        self.listeners, self.begun, self._before = list[Listener](), list[Layout](), Pending()
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
 
     @property
@@ -120,11 +119,12 @@ class Engine:
                 self.void()
             # The end of a step may change which matrices are compressed.
             bucket = self.buckets.find(key, shapes, device, compress=compress)
-        settled = functools.partial(self.buckets.is_settled, bucket)
-        self._capture.start(device, (listener.obstacle() for listener in self.listeners), settled)
+        if captured := is_captured(device):
+            check_capture(self.plan, step, self.listeners, settled=self.buckets.is_settled(bucket))
+        if not step.keys:
+            self._before = start(self.residuals, step, captured=captured)
         self.begun = [*(self.begun if step.keys else []), bucket.layout]
-        step.keys |= keys
-        step.last, step.workers = last, self.communicator.world_size
+        step.keys, step.last, step.workers = step.keys | keys, last, self.communicator.world_size
         if last and self.schedule and has_streams(device):
             # Before the stream waits for this bucket's gradients. Else the message that the bucket before sends next
             # would leave only after the backward pass. (On the CPU the gradients are ready.)
@@ -224,7 +224,8 @@ class Engine:
             stays_open &= bool(self.step.keys)
             if stays_open and self.buckets.device is not None:
                 self.step.verdict(self.buckets.device)  # so that the others hear of it
-            self.step.void(stays_open=stays_open, captured=(captured := self._capture.undo()))
+            captured, self._before = restore(self._before), {}
+            self.step.void(stays_open=stays_open, captured=captured)
             self.residuals.whole.settle(self.step)
         # A captured step has run nothing, and no pinned memory may be freed while a graph is captured.
         if not captured:

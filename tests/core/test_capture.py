@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core import capture as captures
+from powersgd_triton.core import engine as engines
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.handle import Handle
 from powersgd_triton.kernels import table
@@ -83,7 +83,7 @@ class FakeGraph(TorchDispatchMode):
                 run()
 
         with (
-            mock.patch.object(captures, "is_captured", return_value=True),
+            mock.patch.object(engines, "is_captured", return_value=True),
             mock.patch.object(table, "is_captured", return_value=True),
             mock.patch.object(interpreter.GridExecutor, "__call__", noted),
         ):
