@@ -36,6 +36,10 @@ class _Stage(ctypes.Structure):
     _fields_ = fields(void_p="G M left right basis out", int64="count n m k r", float="growth", int32="kind")
 
 
+Stages = list[tuple[_Stage, object]]
+"""Stages, each with what it points to."""
+
+
 def compensate_project(
     G: Sequence[Matrices],
     M: Sequence[Matrices | None],
@@ -46,12 +50,12 @@ def compensate_project(
     out: Sequence[Tensor],
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q."""
-    stages = _Stages()
+    stages = Stages()
     for g, m, product, basis, P in zip(G, M, pending, Q, out, strict=True):
         product = _pending(m, product, basis)
-        if not stages.compensate(g, m, product, basis, growth, P):
+        if not _add_compensation(stages, g, m, product, basis, growth, P):
             compensate_project_reference(g, m, product, basis, growth=growth, out=P)
-    stages.run()
+    _run(stages)
 
 
 def compensate_backproject(
@@ -64,18 +68,18 @@ def compensate_backproject(
     out: Sequence[Tensor],
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P."""
-    stages, rest = _Stages(), list[tuple[Matrices, Matrices, Tensor, Tensor | None, Tensor]]()
+    stages, rest = Stages(), list[tuple[Matrices, Matrices, Tensor, Tensor | None, Tensor]]()
     for g, m, product, basis, Q in zip(G, M, pending, P, out, strict=True):
         if m is None:
             rest.append((g, g, basis, None, Q))
             continue
         product, rows = _pending(m, product, basis), basis.new_empty(*basis.shape[:2], 1)
         # A product by zeros says which rows of G are not finite.
-        if _way(basis) > 0 and stages.compensate(g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
+        if _way(basis) > 0 and _add_compensation(stages, g, m, product, Q.new_zeros(*Q.shape[:2], 1), growth, rows):
             rest.append((g, m, basis, rows, Q))
         else:
             compensate_backproject_reference(g, m, product, basis, growth=growth, out=Q)
-    stages.run()
+    _run(stages)
     backproject([m for _, m, *_ in rest], [basis for _, _, basis, *_ in rest], out=[Q for *_, Q in rest])
     for g, _, _, rows_of_g, Q in rest:
         if rows_of_g is not None and not math.isfinite(rows_of_g.sum()):
@@ -85,11 +89,11 @@ def compensate_backproject(
 
 def backproject(M: Sequence[Matrices], P: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
     """out = Q = Mᵀ P."""
-    stages = _Stages()
+    stages = Stages()
     for matrices, basis, Q in zip(M, P, out, strict=True):
-        if not stages.add(BACKPROJECT, matrices, basis=basis, out=Q):
+        if not _add(stages, BACKPROJECT, matrices, basis=basis, out=Q):
             backproject_reference(matrices, basis, out=Q)
-    stages.run()
+    _run(stages)
 
 
 def reconstruct(
@@ -99,11 +103,11 @@ def reconstruct(
 
     ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
     """
-    stages = _Stages()
+    stages = Stages()
     for (P, Q), matrices in zip(factors, out, strict=True):
-        if not stages.reconstruct(P, Q, matrices):
+        if not _add_reconstruction(stages, P, Q, matrices):
             reconstruct_reference(P, Q, out=matrices)
-    stages.run()
+    _run(stages)
     for (P, Q), matrices in zip(factors, out, strict=True):
         if verdict is not None and maybe(verdict) and any(may_overflow(P, Q, dtype) for dtype in dtypes_of(matrices)):
             for written in [matrices] if isinstance(matrices, Tensor) else matrices:
@@ -112,95 +116,87 @@ def reconstruct(
 
 def subtract_product(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) -> None:
     """M ← M − P Qᵀ if ``applied`` is not 0, for one group."""
-    stages = _Stages()
-    if stages.add(SUBTRACT, M, (P, Q, applied)):
-        stages.run()
-    else:
+    if not _add(None, SUBTRACT, M, (P, Q, applied)):
         subtract_product_reference(M, P, Q, applied)
 
 
-class _Stages:
-    """Stages of several groups that do not depend on each other. One call computes all.
+# The library computes the stages of several groups, which do not depend on each other, in one call. The functions that
+# add them return False, without a change, if it does not take matrices or factors.
 
-    The methods return False, without a change, if the library does not take matrices or factors.
-    """
 
-    def __init__(self) -> None:
-        self._stages: list[_Stage] = []
-        # What the stages point to.
-        self._kept: list[object] = []
+def _add(
+    stages: Stages | None,
+    kind: int,
+    M: Matrices,
+    product: Pending | None = None,
+    *,
+    G: Matrices | None = None,
+    basis: Tensor | None = None,
+    growth: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool:
+    """Add a stage, or compute it at once if ``stages`` is None. G must be plain."""
+    left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
+    factors = left, right, basis, out
+    if not _takes(M, *(x for x in factors if x is not None)):
+        return False
+    G_places, M_places = None if G is None else _places(G), _places(M)
+    n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
+    stage = _Stage(
+        None if G_places is None else ctypes.addressof(G_places),
+        ctypes.addressof(M_places),
+        *(None if x is None else x.data_ptr() for x in factors),
+        *(len(M_places), n, m, 0 if left is None else left.shape[-1], 0 if out is None else out.shape[-1]),
+        1.0 if growth is None else growth.item(),
+        kind,
+    )
+    found = Stages() if stages is None else stages
+    found.append((stage, (G_places, M_places, G, M, factors)))
+    if stages is None:
+        _run(found)
+    return True
 
-    def add(
-        self,
-        kind: int,
-        M: Matrices,
-        product: Pending | None = None,
-        *,
-        G: Matrices | None = None,
-        basis: Tensor | None = None,
-        growth: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> bool:
-        """Add a stage. G must be plain."""
-        left, right = (None, None) if product is None or not maybe(product[2]) else product[:2]
-        factors = left, right, basis, out
-        if not _takes(M, *(x for x in factors if x is not None)):
-            return False
-        G_places, M_places = None if G is None else _places(G), _places(M)
-        n, m = M.shape[1:] if isinstance(M, Tensor) else M[0].shape
-        stage = _Stage(
-            None if G_places is None else ctypes.addressof(G_places),
-            ctypes.addressof(M_places),
-            *(None if x is None else x.data_ptr() for x in factors),
-            *(len(M_places), n, m, 0 if left is None else left.shape[-1], 0 if out is None else out.shape[-1]),
-            1.0 if growth is None else growth.item(),
-            kind,
-        )
-        self._stages.append(stage)
-        self._kept += G_places, M_places, G, M, *factors
+
+def _add_compensation(
+    stages: Stages, G: Matrices, M: Matrices | None, sent: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
+) -> bool:
+    """Add what ``compensate_project`` does for a group, or do it if G is not plain."""
+    if M is None:
+        return _add(stages, PROJECT, G, basis=Q, out=out)
+    if _are_plain(G):
+        return _add(stages, COMPENSATE, M, sent, G=G, basis=Q, growth=growth, out=out)
+    if not _takes(M, *(sent or ())[:2], Q, out):
+        return False
+    for members, rows in blocks(M, torch.float32):
+        block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], sent
+        if sent is not None:
+            product = part(sent[0], members, rows), part(sent[1], members), sent[2]
+        g, P = [x.contiguous() for x in load(G, members, rows, torch.float32)], part(out, members, rows)
+        _add(None, COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
+    return True
+
+
+def _add_reconstruction(stages: Stages, P: Tensor, Q: Tensor, out: Matrices) -> bool:
+    """Add ``out`` = P Qᵀ, or write it if it is not plain."""
+    if _add(stages, RECONSTRUCT, out, (P, Q, True)):
         return True
+    if not _takes((), P, Q):
+        return False
+    # Rounded from the same bits, whatever the dtype.
+    for members, rows in blocks(out, torch.float32):
+        left, right = part(P, members, rows).contiguous(), part(Q, members)
+        block = P.new_empty(*left.shape[:2], right.shape[1])
+        _add(None, RECONSTRUCT, block, (left, right, True))
+        store(block, out, members, rows)
+    return True
 
-    def compensate(
-        self, G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, growth: Tensor | None, out: Tensor
-    ) -> bool:
-        """Add what ``compensate_project`` does for a group, or do it if G is not plain."""
-        if M is None:
-            return self.add(PROJECT, G, basis=Q, out=out)
-        if _are_plain(G):
-            return self.add(COMPENSATE, M, pending, G=G, basis=Q, growth=growth, out=out)
-        if not _takes(M, *(pending or ())[:2], Q, out):
-            return False
-        for members, rows in blocks(M, torch.float32):
-            block, product = part(M, members, rows) if isinstance(M, Tensor) else [x[rows] for x in M[members]], pending
-            if pending is not None:
-                product = part(pending[0], members, rows), part(pending[1], members), pending[2]
-            g, P = [x.contiguous() for x in load(G, members, rows, torch.float32)], part(out, members, rows)
-            stages = _Stages()
-            stages.add(COMPENSATE, block, product, G=g, basis=part(Q, members), growth=growth, out=P)
-            stages.run()
-        return True
 
-    def reconstruct(self, P: Tensor, Q: Tensor, out: Matrices) -> bool:
-        """Add ``out`` = P Qᵀ, or write it if it is not plain."""
-        if self.add(RECONSTRUCT, out, (P, Q, True)):
-            return True
-        if not _takes((), P, Q):
-            return False
-        # Rounded from the same bits, whatever the dtype.
-        for members, rows in blocks(out, torch.float32):
-            left, right, stages = part(P, members, rows).contiguous(), part(Q, members), _Stages()
-            block = P.new_empty(*left.shape[:2], right.shape[1])
-            stages.add(RECONSTRUCT, block, (left, right, True))
-            stages.run()
-            store(block, out, members, rows)
-        return True
-
-    def run(self) -> None:
-        """Compute the stages that were added."""
-        host, count = library(), len(self._stages)
-        if count:
-            assert host is not None
-            host.powersgd_multiply((_Stage * count)(*self._stages), count, torch.get_num_threads())
+def _run(stages: Stages) -> None:
+    """Compute the stages that were added."""
+    host, count = library(), len(stages)
+    if count:
+        assert host is not None
+        host.powersgd_multiply((_Stage * count)(*(stage for stage, _ in stages)), count, torch.get_num_threads())
 
 
 def _pending(M: Matrices | None, pending: Pending | None, basis: Tensor) -> Pending | None:

@@ -128,13 +128,13 @@ def test_what_is_not_finite_reaches_its_row_of_the_product_and_no_error(value: f
 def test_only_what_the_library_takes_is_changed_by_it(r: int, monkeypatch: pytest.MonkeyPatch):
     """It takes fp32. Gradients may have other dtypes, since the errors do not show which they had."""
     taken: list[bool] = []
-    add = products._Stages.add
+    add = products._add
 
     def noted(*arguments: Any, **named: Any) -> bool:
         taken.append(add(*arguments, **named))
         return taken[-1]
 
-    monkeypatch.setattr(products._Stages, "add", noted)
+    monkeypatch.setattr(products, "_add", noted)
     monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 16)
     few, fp32 = r <= products.most_columns(), torch.float32
     cases: list[tuple[Any, torch.dtype, bool]] = [
