@@ -86,7 +86,7 @@ def _calls(
         communicator.across = CountedWorker(0, nodes, calls)
     numbered = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
     tensors = {name: shape for shapes in numbered for name, shape in shapes.items()}
-    engine = Engine(counted(config), config, communicator, lambda: tensors)
+    engine = Engine(counted(), config, communicator, lambda: tensors)
     # Quantized gradients are encoded, since nothing else knows their codes' sizes.
     device = META if config.quantize is None else torch.device("cpu")
     for shapes in numbered:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.scheme import Scheme, Task
 from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout.layout import RowPartition
@@ -19,7 +18,6 @@ from powersgd_triton.ops.wire import Wire
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.mixed import Mixed
-from powersgd_triton.schemes.quantized import Quantized
 
 META = torch.device("meta")
 """Device of tensors that have sizes and no memory."""
@@ -108,12 +106,8 @@ class Counted(LowRank):
         return _Messages(Bucket(task.layout, torch.float32, META, task.config, None, rows, worker))
 
 
-def counted(config: PowerSGDConfig) -> Scheme:
+def counted() -> Scheme:
     """Return a scheme whose factors are not computed."""
-    if config.quantize is not None:
-        return Quantized()
-    if config.bypass is None:
-        return Counted()
     scheme = Mixed()
     scheme._factors = Counted()
     return scheme

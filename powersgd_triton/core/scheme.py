@@ -59,8 +59,6 @@ class Scheme(Protocol):
 
     def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
         """Return the elements that step ``iteration`` sends of a bucket, in fp32 elements of equal bytes."""
-        # Of factors, or of quantized tensors. A scheme that sends something else counts it itself.
-        return layout.sent_numel(config, iteration)
 
 
 class Listener:

@@ -6,13 +6,13 @@ import torch
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.comm.exchange import Collectives, share_of_sum, sum_over_workers
-from powersgd_triton.core.scheme import Scheme, Task
+from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.matrices import products
 from powersgd_triton.ops.backend import Backend, Message, Workspace
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
-class LowRank(Scheme):
+class LowRank:
     """The scheme of gradients: M = G + E is sent as P̂ Q̄ᵀ."""
 
     def __init__(self) -> None:

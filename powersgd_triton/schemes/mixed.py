@@ -10,6 +10,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.quantized import Quantized
@@ -33,6 +34,9 @@ class Mixed(Scheme):
         if _is_quantized(task):
             return self._quantized.average(task)
         return self._both(task) if task.config.bypass else self._factors.average(task)
+
+    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
+        return layout.sent_numel(config, iteration)
 
     def _both(self, task: Task) -> Generator[Work, None, "Both"]:
         layout, backend, parts = task.layout, task.memory, list[Average]()

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.comm.exchange import flat, flat_view
-from powersgd_triton.core.scheme import FlatAverage, Ranges, Scheme, Task
+from powersgd_triton.core.scheme import FlatAverage, Ranges, Task
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.schemes.quantized_mean import Exchange, Memory, Messages, Shards, scattered_mean, summed
 
 
-class Quantized(Scheme):
+class Quantized:
     """The scheme of ``PowerSGDConfig(quantize=…)``: whole tensors, with a scale for each block.
 
     Without error feedback, nothing stays between steps. Random numbers are a function of the configuration's seed, the
