@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from powersgd_triton.ops.backends import computed_by
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 
-T = TypeVar("T")
 Shapes = Callable[[], Mapping[str, Sequence[int]]]
 """Returns {name: shape}."""
 
@@ -101,10 +100,6 @@ class Buckets:
         # The tensors whose facts were compared; None before the first step.
         self.compared: Tensors | None = None
 
-    def together(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        """Run ``act`` on all workers. Collective. See ``agreement.together``."""
-        return together(call, act, self.communicator, self.device)
-
     def find(self, key: Hashable, shapes: Shapes, device: torch.device, *, compress: bool = True) -> BucketState:
         """Return a bucket. Collective when it is new. The first call also compares configuration, tensors and step."""
         self.device = device
@@ -128,7 +123,7 @@ class Buckets:
                 bases = basis_facts(self._residuals, self._plan.config)
             return layout, common, {**replicated, **saved, **bases, COMPUTED_BY: computed_by(self._plan.config, device)}
 
-        layout = self.together("a step", introduce)
+        layout = together("a step", introduce, self.communicator, device)
         if first:
             self._form_nodes(device)
             self.compared = self._tensors() or layout.shapes
@@ -180,7 +175,8 @@ class Buckets:
             dtypes = sorted(map(str, kinds if self.communicator.inside is not None else kinds & {torch.float64}))
             return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
-        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
+        call = "the allocation for a bucket"
+        memory = allocate()[0] if bucket.agreed else together(call, allocate, self.communicator, self.device)
         bucket.agreed = True
         if memory is not bucket.memory:
             # Tensors are in one bucket at a time.
@@ -227,7 +223,7 @@ class Buckets:
             common, replicated = self._facts(tensors)
             return None, common, {**replicated, **factor_facts(self.in_use())}
 
-        self.together("a check", facts)
+        together("a check", facts, self.communicator, self.device)
 
     def _facts(self, tensors: Tensors) -> tuple[Facts, Facts]:
         node_group = self.communicator.node_group
@@ -243,4 +239,4 @@ class Buckets:
         groups = given_groups(communicator.node_group)
         if communicator.inside is not None and groups is not None:
             places = communicator.gather(own_place(groups), device)
-            self.together("a step", lambda: (check_places(groups, places), {}, {}))
+            together("a step", lambda: (check_places(groups, places), {}, {}), communicator, device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Facts
+from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import saved_facts
@@ -24,7 +24,7 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     residuals = engine.residuals
     # A worker that had no memory for a new bucket does not have its matrices, whose errors the others would average.
     held = {f"{name!r} was compressed": True for name in residuals.matrices.keys() | residuals.loaded.matrices.keys()}
-    engine.buckets.together("state_dict", lambda: (None, {}, held))
+    together("state_dict", lambda: (None, {}, held), engine.communicator, engine.buckets.device)
     engine.finish()
     residuals.agree()
     return residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
@@ -82,7 +82,7 @@ def compared(engine: Engine, read: Read, **options: Any) -> Loaded:
         with on_streams(engine):
             return found, {}, saved_facts(found[0])
 
-    return engine.buckets.together("load_state_dict", check)
+    return together("load_state_dict", check, engine.communicator, engine.buckets.device)
 
 
 def checked(

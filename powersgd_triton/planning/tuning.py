@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from powersgd_triton.comm.agreement import together
 from powersgd_triton.config import AUTO, PowerSGDConfig, logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener
@@ -122,9 +123,8 @@ class Tuning(Listener):
 
     def _own(self, config: PowerSGDConfig, buckets: list[Tensors], device: torch.device) -> ComputeTime:
         """Time what compression computes. Collective, since it may fail on one worker only."""
-        return self._engine.buckets.together(
-            "a trial of the compression", lambda: (time_compute(config, buckets, device), {}, {})
-        )
+        call, communicator = "a trial of the compression", self._engine.communicator
+        return together(call, lambda: (time_compute(config, buckets, device), {}, {}), communicator, device)
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
