@@ -10,7 +10,7 @@ from powersgd_triton.ops.bucket import Bucket, Product
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
-Pending = dict[Bucket, tuple[Tensor | None, Product]]
+BeforeCapture = dict[Bucket, tuple[Tensor | None, Product]]
 """What buckets were still to subtract, and whether it was applied, before a captured step."""
 
 
@@ -35,9 +35,9 @@ def check_capture(plan: RankPlan, step: Step, listeners: Iterable[Listener], *, 
         raise RuntimeError(f"this step cannot be captured in a CUDA graph: {found[0]}")
 
 
-def start(residuals: Residuals, step: Step, *, captured: bool) -> Pending:
+def start(residuals: Residuals, step: Step, *, captured: bool) -> BeforeCapture:
     """Start a step so that it can be replayed. If it is ``captured``, return what was pending before it."""
-    before: Pending = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
+    before: BeforeCapture = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
     with residuals.streams.everywhere():
         # If the adapter has not told that the last step's verdict was final.
         step.undecided = False
@@ -52,7 +52,7 @@ def start(residuals: Residuals, step: Step, *, captured: bool) -> Pending:
     return before
 
 
-def restore(before: Pending) -> bool:
+def restore(before: BeforeCapture) -> bool:
     """Let buckets have what was pending before a captured step, of which nothing has run. Return if there was one."""
     for bucket, (applied, product) in before.items():
         bucket.applied, bucket.product = applied, product

@@ -11,7 +11,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import mean_in_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes, write_average
-from powersgd_triton.core.capture import Pending, check_capture, restore, start
+from powersgd_triton.core.capture import BeforeCapture, check_capture, restore, start
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
@@ -61,7 +61,7 @@ class Engine:
             self.plan.begin(tensors())
         self.residuals = Residuals(self.plan, tensors)
         self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
-        self.listeners, self.begun, self._before = list[Listener](), list[Layout](), Pending()
+        self.listeners, self.begun, self._before = list[Listener](), list[Layout](), BeforeCapture()
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
 
     @property
