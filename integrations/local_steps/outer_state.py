@@ -84,14 +84,20 @@ class OuterState:
         """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
         new = {name: parameter for name, parameter in new.items() if name not in self.shared}
         self.local.take_in(new)
-        added = self._new({name: local(parameter) for name, parameter in new.items()})
-        theta = {name: parameter.detach() for name, parameter in added.items()}
-        for name, tensor in theta.items():
-            if name in self._frozen:
-                # The workers have changed it since they were equal, and nothing must be lost.
-                self.exact.mean([tensor], tensor.isfinite().all())
-            else:
-                broadcast_from_first([tensor], self.engine.communicator)
+        try:
+            added = self._new({name: local(parameter) for name, parameter in new.items()})
+            theta = {name: parameter.detach() for name, parameter in added.items()}
+            for name, tensor in theta.items():
+                if name in self._frozen:
+                    # The workers have changed it since they were equal, and nothing must be lost.
+                    self.exact.mean([tensor], tensor.isfinite().all())
+                else:
+                    broadcast_from_first([tensor], self.engine.communicator)
+        except BaseException:
+            # The next exchange takes them in.
+            for name in new:
+                del self.local.shapes[name]
+            raise
         self.shared |= added
         self.write(theta.items())
         self.optimizer.param_groups[0]["params"] += added.values()
@@ -207,9 +213,13 @@ class OuterState:
             self.local.refresh()
             self._starts, self._apart = starts, None
 
+    def differs(self) -> bool:
+        """Return whether this worker's own parameters differ from θ as they have it."""
+        return any(not x.equal(self.rounded(n, x).to(x.dtype)) for n, x in self.local.tensors())
+
     def has_begun(self) -> bool:
-        """Return whether this worker's own parameters differ from θ."""
-        return bool(self._starts) or any(not x.equal(self.rounded(n, x).to(x.dtype)) for n, x in self.local.tensors())
+        """Return whether this worker has more than θ to save: its own parameters, or what their changes count from."""
+        return bool(self._starts) or self.differs()
 
     def parts(self, *, begun: bool) -> dict[str, Tensors]:
         """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""

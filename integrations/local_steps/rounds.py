@@ -1,6 +1,5 @@
 """Rounds of local steps: how long they are, and with whom the exchange that ends each of them averages."""
 
-import itertools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -73,7 +72,7 @@ class Rounds:
             if self.quorums is None:
                 self.catch_up("finish")
             # A state that was saved with ``keep`` may have left the workers apart.
-            if self.since > 0 or keep or (self.quorums is None and self.most(self._outer.has_begun()) > 0):
+            if self.since > 0 or keep or (self.quorums is None and self.most(self._outer.differs()) > 0):
                 self.exchange()
                 self.advance(finish=True)
             self._outer.warn()
@@ -165,8 +164,7 @@ class Rounds:
             every, checks = self.length(self.steps), self._engine.config.check_every
             found |= {"exchanges": step, **self._outer.check()}
             if checks and step and step % checks == 0:
-                equal = itertools.chain(self._outer.theta().items(), self._outer.local.frozen())
-                found |= {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in equal}
+                found |= {f"shared {name!r}": int(fingerprint(theta)) for name, theta in self._outer.theta().items()}
             return (new, every), {"every": every, "steps": self.steps, **self._outer.settings()}, found
 
         comparison = compare(call, prepare, self._engine.communicator, self._outer.device)

@@ -191,6 +191,18 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
     assert (sync.shared()["0.weight"] == 1 + 1 / 256).all(), "the mean is rounded"
 
 
+def finishes_once(worker: int, _world_size: int) -> None:
+    """Nothing is sent where nothing was changed, also if the workers' own parameters are θ in 16 bits."""
+    training = Training(worker, every=EVERY, net=model(worker).bfloat16(), delay=1, outer=NESTEROV)
+    training.train(2 * EVERY)
+    ends = []
+    for _ in range(2):
+        training.sync.finish()
+        ends.append((training.sync.iteration, theta(training.sync)))
+    assert ends[0][0] == ends[1][0] == 2
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
 def tries_again(worker: int, _world_size: int) -> None:
     """If an outer optimizer raises an exception on one worker, the next step calls it again, and nothing is lost.
 
@@ -272,8 +284,8 @@ def keeps_no_errors_apart(_worker: int, _world_size: int) -> None:
 
 
 ANY_NUMBER = [equals_diloco, adds_averages_to_theta, averages_states, reads_once, finishes_after_other_numbers_of_steps]
-MORE = [takes_rounds_that_grow, takes_in_what_trains_later, tries_again, keeps_what_is_not_sent, keeps_no_errors_apart]
-test_two_workers = make_test(ANY_NUMBER + MORE, 2)
+MORE = [takes_rounds_that_grow, takes_in_what_trains_later, finishes_once, tries_again, keeps_what_is_not_sent]
+test_two_workers = make_test([*ANY_NUMBER, *MORE, keeps_no_errors_apart], 2)
 test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
 
 
