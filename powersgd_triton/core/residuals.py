@@ -168,9 +168,9 @@ class Residuals:
             for name, error in sorted(self.whole.errors(step).items()):
                 found[name] = {"error": mean(error.clone())}
             # Those too to which an interrupted first step has not come, unless buckets are compressed as a whole.
-            seen = loaded.tensors | self.sizes
-            given = {} if seen and seen.keys().isdisjoint(self._tensors()) else self._tensors()
-            known = {name: matrix_size(shape, self.plan.config, name) for name, shape in given.items()}
+            given, seen = self._tensors(), loaded.tensors | self.sizes
+            shapes = {} if seen and seen.keys().isdisjoint(given) else given
+            known = {name: matrix_size(shape, self.plan.config, name) for name, shape in shapes.items()}
             # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
             tensors = known | seen | {name: loaded.tensors[name] for name in loaded.matrices}
             plan = self.plan.state_dict()
