@@ -167,8 +167,8 @@ class Compressor(Handle):
             found.append(Compressed(backend, step.iteration + 1, step.verdict(device)))
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
-        # With a loss scale, ``decompress`` decides, and with a manager the workers' votes do.
-        step.undecided, self._written = step.loss_scale is not None or self._managed is not None, False
+        # With a loss scale, ``decompress`` decides. (With a manager, the workers' votes do; see ``Unsettled``.)
+        step.undecided, self._written = step.loss_scale is not None, False
         engine.end_step()
         return found[0]
 
