@@ -50,7 +50,9 @@ def together(
         DisagreementError: ``act`` raised another exception on other workers, or facts differ.
         RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
-    return exhaust(compare(call, act, communicator, device))
+    comparison = compare(call, act, communicator, device)
+    next(comparison)
+    return exhaust(comparison)
 
 
 def compare(

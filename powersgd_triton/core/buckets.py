@@ -49,6 +49,9 @@ class BucketState:
     joined: "BucketState | None" = None
     known: Any = None
 
+    def __post_init__(self) -> None:
+        self.ranked = self.layout
+
 
 class Part(NamedTuple):
     """A bucket with its gradients, and where its average goes; see ``Engine.average``."""
@@ -150,9 +153,11 @@ class Buckets:
         return not bucket.waits
 
     def ranked(self, bucket: BucketState) -> Layout:
-        """Return a bucket's layout with the ranks in force. If it is another object, the scheme makes new memory."""
+        """Return a bucket's layout with the ranks in force. If they have changed, drop its memory."""
         if bucket.ranks is not self._plan.ranks:
-            bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
+            before, bucket.ranked, bucket.ranks = bucket.ranked, self._plan.layout(bucket.layout), self._plan.ranks
+            if bucket.ranked is not before:
+                bucket.memory = None
         return bucket.ranked
 
     def prepare(self, parts: Sequence[Part]) -> Task:
@@ -166,8 +171,13 @@ class Buckets:
         context = self._step, config, self.communicator, self._residuals
         # Buckets of which parts are needed are not joined.
         task = Task(layout, gradients, *context, bucket.memory, bucket.found, parts[0].ranges)
+        if bucket.memory is not None:
+            return task
 
         def allocate() -> tuple[Any, Facts, Facts]:
+            # The new memory takes over errors.
+            for earlier in self._residuals.buckets(layout.shapes):
+                earlier.materialize(self._step)
             memory = self.scheme.prepare(task)
             # Moving an error is collective. The workers of a node exchange gradients as they are, and others in fp64 if
             # one of them is.
@@ -177,13 +187,11 @@ class Buckets:
 
         call = "the allocation for a bucket"
         memory = allocate()[0] if bucket.agreed else together(call, allocate, self.communicator, self.device)
-        bucket.agreed = True
-        if memory is not bucket.memory:
-            # Tensors are in one bucket at a time.
-            for other in self._buckets.values():
-                if not other.layout.shapes.keys().isdisjoint(bucket.layout.shapes):
-                    other.memory = None
-            bucket.memory = memory
+        # Tensors are in one bucket at a time.
+        for other in self._buckets.values():
+            if not other.layout.shapes.keys().isdisjoint(bucket.layout.shapes):
+                other.memory = None
+        bucket.memory, bucket.agreed = memory, True
         return dataclasses.replace(task, memory=memory)
 
     def in_use(self) -> list[Bucket]:

@@ -1,7 +1,7 @@
 """What a worker has not sent yet, by the tensor's name: it is added to the gradients of the next steps."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class Residuals:
         """Whether an error is still to be moved, or to be added to the gradient of a tensor without a matrix."""
         return bool(self.whole.remain or self.moving)
 
-    def buckets(self) -> list[Bucket]:
-        """Return the buckets that hold the matrices."""
-        return list({matrix.bucket: None for matrix in self.matrices.values()})
+    def buckets(self, names: Collection[str] | None = None) -> list[Bucket]:
+        """Return the buckets that hold the matrices of tensors with these names, or all matrices."""
+        return list({m.bucket: None for name, m in self.matrices.items() if names is None or name in names})
 
     def regroup(self) -> None:
         """Note that this worker may share a node with other workers from now on, or have other rows there.

@@ -52,7 +52,7 @@ class Scheme(Protocol):
     """
 
     def prepare(self, task: Task) -> Any:
-        """Return what the bucket needs between steps, or what an earlier call returned. It may fail on one worker."""
+        """Return what the bucket needs between steps, if it has no memory yet. It may fail on one worker."""
 
     def average(self, task: Task) -> Generator[Work, None, Average]:
         """Average a bucket. The caller waits for each yielded collective before resuming."""

@@ -133,20 +133,30 @@ class Bucket:
             product.append((kept, right))
         self.product = product
 
-    def materialize(self, step: Step) -> None:
-        """M ← E: subtract the pending product, and divide by the loss scale contained in M.
+    def materialize(self, step: Step, copies: Sequence[Matrices] | None = None) -> None:
+        """M ← E: subtract the pending product unless it is not applied, and divide by the loss scale contained in M.
 
-        The product of an open or undecided step stays, since it is not known yet whether the step is applied.
+        With ``copies`` of M, do so there. The product of an open step is not subtracted, since it is not known yet
+        whether it is applied. Then, or if the last step is undecided, M stays as it is.
         """
-        if not (step.undecided or step.decides(self.applied)):
-            self._settle(self.M or [], self.applied)
+        applied = None if step.decides(self.applied) else self.applied
+        if copies is None and (step.undecided or applied is not self.applied):
+            return
+        buffers = self.M or [] if copies is None else copies
+        if applied is not None:
+            for matrices, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
+                subtract_product(matrices, P, Q, applied)
+        for error in [error for matrices in buffers for error in matrices]:
+            if applied is not None:
+                # Near the largest number, the difference may overflow although M and the factors are finite.
+                error.nan_to_num_(nan=0.0)
+            if self.scale is not None:
+                error.div_(self.scale)
+        if copies is None:
             self.applied = self.scale = None
 
     def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
-        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Other workers' rows are zero.
-
-        The product of an open step is not subtracted, since it is not known yet whether the step is applied.
-        """
+        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Other workers' rows are zero."""
         if self.M is None:
             return {}
         # A worker without rows of a matrix must have its error in the same dtype, since errors are averaged.
@@ -161,20 +171,8 @@ class Bucket:
             for own, piece in zip(rows, group.segments, strict=True):
                 own.copy_(self.buffers[piece.name])
             copies.append(together(rows, group.n, group.m))
-        self._settle(copies, None if step.decides(self.applied) else self.applied)
+        self.materialize(step, copies)
         return whole
-
-    def _settle(self, buffers: Sequence[Matrices], applied: Tensor | None) -> None:
-        """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
-        if applied is not None:
-            for matrices, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
-                subtract_product(matrices, P, Q, applied)
-        for error in [error for matrices in buffers for error in matrices]:
-            if applied is not None:
-                # Near the largest number, the difference may overflow although M and the factors are finite.
-                error.nan_to_num_(nan=0.0)
-            if self.scale is not None:
-                error.div_(self.scale)
 
     def wire(self, new: Callable[[WirePlan], Wire], numel: int, *, left: bool, owners: int, part: int) -> Wire:
         """Return what ``new`` makes for a message of ``numel`` elements, or for this worker's part of a node's.

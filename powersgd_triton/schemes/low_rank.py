@@ -21,13 +21,6 @@ class LowRank:
 
     def prepare(self, task: Task) -> Backend:
         """Return the backend of the bucket, with its factors and error buffers."""
-        self._workspace.captured |= task.step.captured
-        known: Backend | None = task.memory
-        if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
-            return known
-        matrices = task.residuals.matrices
-        for earlier in {matrices[s.name].bucket for s in task.layout.compressed if s.name in matrices}:
-            earlier.materialize(task.step)
         backend = new_backend(task, self._workspace)
         take_over(task.residuals, backend, task.step)
         return backend
@@ -35,6 +28,7 @@ class LowRank:
     def average(self, task: Task) -> Generator[Work, None, Backend]:
         step, config, communicator = task.step, task.config, task.communicator
         backend: Backend = task.memory
+        self._workspace.captured |= step.captured
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
         gradients = task.residuals.whole.add_remaining(task.layout, task.gradients, step)
         yield from move_rows(task.residuals, backend.bucket, communicator)

@@ -26,7 +26,7 @@ class Quantized:
     def prepare(self, task: Task) -> Memory:
         """Return the memory of the bucket's messages. A void step drops it: collectives under way may still use it."""
         task.residuals.enter(task.layout, task.device)
-        return {} if task.memory is None else task.memory
+        return {}
 
     def average(self, task: Task) -> Generator[Work, None, "FlatAverage | QuantizedAverage"]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
