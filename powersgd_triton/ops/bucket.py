@@ -33,7 +33,6 @@ class Bucket:
         partition, worker: The rows that each worker of this node compresses, and this one's index. None for all rows.
 
     Attributes:
-        share: (index of this worker in its node, workers of the node that share the matrices).
         shared: Whether other workers of this node compress a part of the matrices.
         own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
         message_P: [P of all groups | bypass tensors] of this worker, and after a collective the sum over workers.
@@ -68,8 +67,7 @@ class Bucket:
         alternating = config.algorithm == "alternating"
         self.layout, self.config = layout, config
         self.partition = partition or RowPartition.build(layout, 1)
-        workers = self.partition.workers
-        self.worker, self.share, self.shared = worker, (worker, workers), workers > 1
+        self.worker, self.shared = worker, self.partition.workers > 1
         self.own = self.partition.groups(worker)
         self.message_P = new(layout.p_numel + layout.bypass_numel)
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
