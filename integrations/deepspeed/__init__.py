@@ -54,6 +54,8 @@ def enable_from_section(engine: Any) -> None:
     """Compress an engine's gradients if its configuration says how. Else the program may call ``enable`` later."""
     section = refusals.section_of(engine)
     if isinstance(section, Mapping) and section and {refusals.PARAMETERS, refusals.NODE_GROUP}.issuperset(section):
+        if problems := refusals.read_section(section).problems:
+            raise refusals.refusal(problems)
         announce(f'powersgd: off until the program switches it on: the section has only "{", ".join(section)}"')
     else:
         enable(engine)

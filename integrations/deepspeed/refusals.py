@@ -1,7 +1,7 @@
 """DeepSpeed: settings of the section or of the engine that compression does not support, all listed in one error."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -197,7 +197,7 @@ def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, 
     return wanted, section
 
 
-def refusal(problems: list[str]) -> PowerSGDConfigError:
+def refusal(problems: Sequence[str]) -> PowerSGDConfigError:
     """Return an error that lists the problems."""
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     return PowerSGDConfigError(

@@ -217,6 +217,8 @@ def is_switched_on_and_off() -> None:
     says(line, "powersgd: on at ZeRO stage 2")
     assert adapter.enable(by_hand) is state is by_hand.powersgd
     assert 'add "powersgd": {"compression": 20}' in complaint(adapter.enable, off)
+    off._config._param_dict["powersgd"] = {"parameters": "int3"}
+    assert "null or one of int8, int4, int2; got 'int3'" in complaint(adapter.enable_from_section, off)
     off._config._param_dict["powersgd"] = {"parameters": "int4"}
     _, line = spoken(adapter.enable_from_section, off)
     says(line, 'powersgd: off until the program switches it on: the section has only "parameters"')
