@@ -162,7 +162,20 @@ def check_owed(state: Any, worker: int, owed: dict[str, Tensor], group: dist.Pro
     return any("its error is dropped" in text for text in warnings(messages))
 
 
-test_on_two_workers = make_test([resumed, other_boundaries, pickled, interrupted, of_another_worker], 2)
+def regrouped(worker: int, world_size: int) -> None:
+    """Workers that have trained apart are refused with the alternating algorithm, whose bases they would not share."""
+    own = [dist.new_group([index]) for index in range(world_size)][worker]
+    for algorithm in ("standard", "alternating"):
+        model = linear_stack()
+        state = state_for(model, group=own, algorithm=algorithm)
+        training(model, worker, state, range(3), group=own)
+        state.process_group = None
+        said = complaint(training, model, worker, state, range(3, 4))
+        assert ("bases of" in said) == (algorithm == "alternating"), said
+
+
+CASES = [resumed, other_boundaries, pickled, interrupted, of_another_worker, regrouped]
+test_on_two_workers = make_test(CASES, 2)
 alone = pytest.mark.usefixtures("one_worker")
 
 
@@ -287,18 +300,3 @@ def test_a_state_is_loaded_after_a_layer_was_frozen(tmp_path: Path) -> None:
     wrapped = nn.ModuleDict({"net": model})
     report = state_for(wrapped).load_state_dict(state.state_dict(), rename={old: new for new, old in saved.items()})
     assert report.loaded
-
-
-def regrouped(worker: int, world_size: int) -> None:
-    """Workers that have trained apart are refused with the alternating algorithm, whose bases they would not share."""
-    own = [dist.new_group([index]) for index in range(world_size)][worker]
-    for algorithm in ("standard", "alternating"):
-        model = linear_stack()
-        state = state_for(model, group=own, algorithm=algorithm)
-        training(model, worker, state, range(3), group=own)
-        state.process_group = None
-        said = complaint(training, model, worker, state, range(3, 4))
-        assert ("bases of" in said) == (algorithm == "alternating"), said
-
-
-test_apart = make_test([regrouped], world_size=2)
