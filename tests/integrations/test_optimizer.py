@@ -11,7 +11,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD, optimizer_step, params_in_optimizer
 from tests.support.checks import gradients
-from tests.support.distributed import on_workers
+from tests.support.distributed import make_test
 from tests.support.training import relative
 
 SHAPES: dict[str, tuple[int, ...]] = {"0": (30, 20), "1": (20,), "2": (12, 3, 3, 3), "3": (30, 20), "4": ()}
@@ -113,24 +113,6 @@ def test_frozen_parameters_and_their_errors_stay_as_they_are() -> None:
         assert grad is None or (parameter.grad is not None and torch.equal(parameter.grad, grad))
 
 
-@on_workers(2)
-def test_a_frozen_parameter_loses_no_error_of_quantized_gradients(worker: int, world_size: int) -> None:
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer, total = torch.optim.SGD([weight], lr=1.0), torch.zeros(64, 64)
-    aggregator = PowerSGD([weight], PowerSGDConfig(quantize="ternary"))
-    for step in range(9):
-        weight.requires_grad_(step % 6 < 3)
-        if weight.requires_grad:
-            gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + worker))
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-            total += gradient
-        optimizer_step(optimizer, aggregator)
-    assert weight.grad is not None
-    left = total + weight.detach() - weight.grad - aggregator._compressor.error()["0"]
-    dist.all_reduce(left)
-    torch.testing.assert_close(left, torch.zeros(64, 64), rtol=0, atol=1e-4)
-
-
 def test_wrong_arguments_and_an_optimizer_with_a_closure_are_refused() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(TypeError, match="a Config or a PowerSGDConfig; got int"):
@@ -167,9 +149,26 @@ def test_wrong_gradients_are_refused_and_nothing_changes() -> None:
     assert Config(rank=3) == (3, 2, 1, 100), "the reference implementation's defaults"
 
 
-@on_workers(2)
-def test_quantized_gradients_lose_nothing(worker: int, world_size: int) -> None:
-    """Also in a step that is not finite on one worker. Gradients keep something only then."""
+def frozen(worker: int, world_size: int) -> None:
+    """A frozen parameter loses no error of quantized gradients."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer, total = torch.optim.SGD([weight], lr=1.0), torch.zeros(64, 64)
+    aggregator = PowerSGD([weight], PowerSGDConfig(quantize="ternary"))
+    for step in range(9):
+        weight.requires_grad_(step % 6 < 3)
+        if weight.requires_grad:
+            gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * step + worker))
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            total += gradient
+        optimizer_step(optimizer, aggregator)
+    assert weight.grad is not None
+    left = total + weight.detach() - weight.grad - aggregator._compressor.error()["0"]
+    dist.all_reduce(left)
+    torch.testing.assert_close(left, torch.zeros(64, 64), rtol=0, atol=1e-4)
+
+
+def quantized(worker: int, world_size: int) -> None:
+    """Nothing is lost, also in a step that is not finite on one worker. Gradients keep something only then."""
     for name in ("int8", "int4"):
         loop = PowerSGD([torch.zeros(shape) for shape in SHAPES.values()], PowerSGDConfig(quantize=name))
         kept = [torch.zeros(shape) for shape in SHAPES.values()]
@@ -194,3 +193,6 @@ def test_quantized_gradients_lose_nothing(worker: int, world_size: int) -> None:
             left = mean(errors[str(index)].double()) if errors else 0
             # Without errors, each of three averages is rounded by half a percent or so.
             assert relative(found + left, mean(total)) < (1e-6 if errors else 0.02)
+
+
+test_on_two_workers = make_test([frozen, quantized], 2)
