@@ -181,6 +181,8 @@ def mesh_dims(worker: int, world_size: int, meshes: Sequence[dict[str, int]]) ->
 
 def wrong_use(worker: int, world_size: int) -> None:
     applied = FSDP1(Net(), RANK_2)
+    # FSDP1's reduce-scatters may be under way in the module's.
+    assert applied.state._engine.communicator.group is not applied.module.process_group
     other, of_ddp, hook_of_ddp = (FSDP1(Net(), None).module for _ in range(3))
     other.register_comm_hook(applied.state, powerSGD_hook)
     of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
