@@ -51,7 +51,6 @@ FOLLOWED: list[tuple[Case, str, bool]] = [
     (Case("stage 2, bf16", 2, {**BF16, **ACCUMULATE, "gradient_clipping": 0.3}), "int2", True),
     (Case("stage 1, bf16, round robin", 1, {**BF16, **zero(round_robin_gradients=True)}), "int8", False),
     (IN_BF16, "int2", False),
-    (Case("stage 1, unused layer", 1, zero(ignore_unused_parameters=True), unused=True), "int2", False),
     (Case("stage 1, fp16", 1, FP16), "int2", False),
 ]
 MORE: list[tuple[Case, str, bool]] = [
