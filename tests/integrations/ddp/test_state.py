@@ -217,6 +217,4 @@ def keeps_all_or_nothing(worker: int, world_size: int) -> None:
         assert not error.any() or relative(error, given[name]) <= LIMIT, name
 
 
-CASES = [as_torchs, starts, is_freed, keeps_all_or_nothing]
-test_on_one_worker = make_test(CASES, 1)
-test_on_two_workers = make_test(CASES, 2)
+test_on_two_workers = make_test([as_torchs, starts, is_freed, keeps_all_or_nothing], 2)
