@@ -3,9 +3,6 @@
 import argparse
 import os
 import sys
-from pathlib import Path
-
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
 
 def main() -> int:
@@ -28,8 +25,7 @@ def main() -> int:
                 wrong += 1
                 print(outcome, said, sep="\n", file=sys.stderr, flush=True)
     if arguments.write:
-        page = ROOT / table.PAGE
-        page.write_text(replaced(page.read_text(encoding="utf-8"), "\n".join(lines)), encoding="utf-8")
+        table.PAGE.write_text(replaced(table.PAGE.read_text(encoding="utf-8"), "\n".join(lines)), encoding="utf-8")
     return int(wrong > 0)
 
 

@@ -98,16 +98,15 @@ def quorum(worker: int, world_size: int) -> Manager:
     return Manager(_quorum_id=1, _pg=SimpleNamespace(getBackendName=lambda: "gloo", **methods), **place)
 
 
-@pytest.mark.parametrize("managed", [False, True])
 @pytest.mark.parametrize("fields", [{}, BF16, {**BF16, "algorithm": "alternating"}, {"quantize": "int4"}], ids=str)
 @on_workers(2)
 def test_saving_changes_nothing_of_a_step_that_turns_out_void(
-    worker: int, world_size: int, fields: dict[str, Any], managed: bool
+    worker: int, world_size: int, fields: dict[str, Any]
 ) -> None:
     """A loss scale lets ``decompress`` find that, and under a manager the vote decides. What is saved counts it."""
     config = PowerSGDConfig(**({"rank": 2} | fields if "quantize" not in fields else fields))
 
-    def after(*, applied: bool, saves: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def after(managed: bool, *, applied: bool, saves: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         manager, saved = quorum(worker, world_size) if managed else None, dict[str, Any]()
         compressor = Compressor(config, SHAPES, manager=manager)
         compressor.attach(lambda: 2.0)
@@ -125,12 +124,13 @@ def test_saving_changes_nothing_of_a_step_that_turns_out_void(
                 assert not last or compressor._managed.begin()
         return compressor.error(), saved
 
-    left, saved = after(applied=False, saves=True)
-    assert same_bits(left, after(applied=False, saves=False)[0])
-    counted = means(after(applied=True, saves=False)[0])
-    assert not torch.equal(counted["weight"], means(left)["weight"])
-    for name, parts in saved.items():
-        assert relative(parts["error"].view(SHAPES[name]), counted[name]) < (0.01 if fields else 1e-5), name
+    for managed in (False, True):
+        left, saved = after(managed, applied=False, saves=True)
+        assert same_bits(left, after(managed, applied=False, saves=False)[0])
+        counted = means(after(managed, applied=True, saves=False)[0])
+        assert not torch.equal(counted["weight"], means(left)["weight"])
+        for name, parts in saved.items():
+            assert relative(parts["error"].view(SHAPES[name]), counted[name]) < (0.01 if fields else 1e-5), name
 
 
 @pytest.mark.parametrize("config", [CONFIG, PowerSGDConfig(quantize="int4")], ids=["low rank", "int4"])
@@ -159,8 +159,7 @@ def lose(communicator: Any) -> None:
 
 def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypatch: pytest.MonkeyPatch):
     """It has not heard of the end of a step, which another worker applies. That one is not in the next quorum."""
-    manager: Any = Manager(_quorum_id=1)
-    manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
+    manager = Manager(_quorum_id=1)
     compressor = Compressor(CONFIG, SHAPES, manager=manager)
     given = gradients(0, SHAPES)
     averages = step(compressor, given)
@@ -172,15 +171,15 @@ def test_a_worker_that_heals_after_a_failed_quorum_does_not_send_again(monkeypat
         patched.setattr(ManagedCommunicator, "gather", lambda communicator, _: lose(communicator))
         compressor.compress(given)
     manager.should_commit(applied=False)
-    manager._quorum_id, manager._step, manager.errored = 3, 1, lambda: None
+    manager._quorum_id, manager._step, manager.error = 3, 1, None
     load({**state, "history": [[0, 1]]})
     torch.testing.assert_close(averages["weight"] + compressor.error()["weight"], given["weight"])
 
 
-def heal(manager: Any) -> None:
+def heal(manager: Manager) -> None:
     """Let its worker take the state of one that has applied step 0 in quorum 1."""
     load, save = manager.states["powersgd"]
-    manager._quorum_id, manager._step, manager.errored = 2, 1, lambda: None
+    manager._quorum_id, manager._step, manager.error = 2, 1, None
     load({**save.__self__._shared(), "history": [[0, 1]]})
 
 
@@ -189,8 +188,7 @@ def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str,
     """The error loses what was sent in each repetition, as if this worker had heard of the step's end."""
 
     def after(failing: int) -> dict[str, torch.Tensor]:
-        manager: Any = Manager(_quorum_id=1)
-        manager.report_error = lambda error: setattr(manager, "errored", lambda: error)
+        manager = Manager(_quorum_id=1)
         compressor = Compressor(PowerSGDConfig(rank=2, **config), SHAPES, manager=manager)
         with at_call(ManagedCommunicator, "all_reduce", failing, lambda: lose(compressor._managed._communicator)):
             compressor.compress(gradients(0, SHAPES))
@@ -204,7 +202,7 @@ def test_others_apply_a_step_whose_last_collective_failed_here(config: dict[str,
 
 
 def test_errors_that_are_forgotten_stay_zero_when_others_apply_the_step():
-    manager: Any = Manager(_quorum_id=1, report_error=lambda _: None)
+    manager = Manager(_quorum_id=1, report_error=lambda _: None)
     compressor = Compressor(CONFIG, SHAPES, manager=manager)
     with at_call(TorchBackend, "commit", 0, lambda: lose(compressor._managed._communicator)):
         compressor.compress(gradients(0, SHAPES))

@@ -4,9 +4,6 @@ import argparse
 import itertools
 import os
 import sys
-from pathlib import Path
-
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
 
 def main() -> int:
@@ -30,8 +27,7 @@ def main() -> int:
         for said in itertools.chain.from_iterable(injections):
             print(f"{title}: {said}", file=sys.stderr)
     if arguments.write:
-        page = ROOT / table.PAGE
-        page.write_text(table.replaced(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+        table.PAGE.write_text(table.replaced(table.PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
     return int(any(map(any, found.values())))
 
 

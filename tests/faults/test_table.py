@@ -7,7 +7,6 @@ import pytest
 from tests.support.distributed import HUNG
 from tests.support.faults import table
 from tests.support.faults.episodes import Problems
-from tests.support.programs import ROOT
 
 LOST = [title for title, _ in table.LOSSES]
 
@@ -26,7 +25,7 @@ def test_nothing_is_lost_hung_or_poisoned(injected: tuple[int, dict[str, list[Pr
 
 
 def test_documentation_lists_the_same_faults():
-    text = (ROOT / table.PAGE).read_text(encoding="utf-8")
+    text = table.PAGE.read_text(encoding="utf-8")
     assert table.listed(text) == table.titles()
     made = table.markdown({title: [[]] for title in table.titles()}, "command")
     assert table.listed(table.replaced(text, made)) == table.titles()

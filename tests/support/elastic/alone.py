@@ -1,4 +1,4 @@
-"""A manager of a worker that is alone in each quorum."""
+"""A manager of torchft, for a worker that is alone in each quorum."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ class Manager:
         self._quorum_id, self._step, self._pg = 0, 0, SimpleNamespace(abort=lambda: None, getBackendName=lambda: "gloo")
         self.states: dict[str, tuple[Any, Any]] = {}
         self.votes: list[bool] = []
+        self.error: Exception | None = None
         self.__dict__ |= options
 
     def register_state_dict_fn(self, key: str, load: Any, save: Any) -> None:
@@ -30,8 +31,11 @@ class Manager:
     def num_participants(self) -> int:
         return 1
 
-    def errored(self) -> None:
-        return None
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def report_error(self, error: Exception) -> None:
+        self.error = error
 
     def should_commit(self, *, applied: bool = True) -> bool:
         applied = self.votes.pop(0) if self.votes else applied

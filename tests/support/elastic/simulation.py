@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,9 +13,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.elastic import alone
 from tests.support.elastic.ledger import Outcome, checked
-from tests.support.elastic.threads import Killed, Worker
-from tests.support.elastic.trainers import TRAINERS, Scenario
+from tests.support.elastic.trainers import TRAINERS, Scenario, Trainer
+
+
+class Killed(BaseException):
+    """Ends the thread of a worker that is killed."""
+
+
+class Worker:
+    """A thread that runs when it is told to, and until it waits.
+
+    Attributes:
+        ready: Returns whether it can go on.
+        failed: The traceback of its exception.
+    """
+
+    def __init__(self, name: int, act: Callable[["Worker"], None], others: threading.Semaphore) -> None:
+        self.name, self.others, self.turn = name, others, threading.Semaphore(0)
+        self.ready: Callable[[], bool] = lambda: True
+        self.done, self.stopped, self.failed = False, False, ""
+        self.log: list[dict[str, Any]] = []
+        self.manager: Any = None
+        self.trainer: Trainer | None = None
+        threading.Thread(target=self._run, args=(act,), daemon=True).start()
+
+    def _run(self, act: Callable[["Worker"], None]) -> None:
+        self.turn.acquire()
+        try:
+            act(self)
+        except Killed:
+            pass
+        except BaseException:
+            self.failed = traceback.format_exc()
+        self.done = True
+        self.others.release()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Let the others run until ``ready`` returns True."""
+        self.ready = ready
+        self.others.release()
+        self.turn.acquire()
+        self.ready = lambda: True
 
 
 class Quorum:
@@ -106,24 +147,15 @@ class Group:
         self._simulation.happens("kill", self._worker)
 
 
-class Manager:
+class Manager(alone.Manager):
     """torchft's manager of a worker."""
 
-    _use_async_quorum = False
-
     def __init__(self, simulation: "Simulation", worker: Worker, load: Any, save: Any) -> None:
-        self._simulation, self._worker, self._pg = simulation, worker, Group(simulation, worker)
-        self._states = {"default": (load, save)}
-        self._quorum_id, self._step, self._commit_failures = -1, 0, 0
-        self._error: Exception | None = None
+        super().__init__(_pg=Group(simulation, worker), _quorum_id=-1)
+        self._simulation, self._worker, self._commit_failures = simulation, worker, 0
+        self.states["default"] = load, save
         # The next quorum, once it is formed. None while this worker waits for it.
         self.quorum: Quorum | None = Quorum(0, [])
-
-    def register_state_dict_fn(self, key: str, load: Any, save: Any) -> None:
-        self._states[key] = load, save
-
-    def current_step(self) -> int:
-        return self._step
 
     def participating_rank(self) -> int | None:
         found = self.quorum
@@ -132,14 +164,8 @@ class Manager:
     def num_participants(self) -> int:
         return len(self.quorum.members) if self.quorum else 0
 
-    def errored(self) -> Exception | None:
-        return self._error
-
-    def report_error(self, error: Exception) -> None:
-        self._error = error
-
     def start_quorum(self) -> None:
-        self.quorum, self._error, worker = None, None, self._worker
+        self.quorum, self.error, worker = None, None, self._worker
         worker.wait(lambda: self.quorum is not None or self._simulation.form())
         quorum: Any = self.quorum
         if quorum.number != self._quorum_id:
@@ -147,7 +173,7 @@ class Manager:
             self._pg.configure(quorum, quorum.members.index(worker))
         for behind, source in quorum.sources.items():
             if source is worker:
-                states = {key: save() for key, (_, save) in self._states.items()}
+                states = {key: save() for key, (_, save) in self.states.items()}
                 quorum.states[behind] = copy.deepcopy(states), self._step
         source = quorum.sources.get(worker)
         if source is None:
@@ -157,13 +183,12 @@ class Manager:
             self.report_error(RuntimeError("this worker could not heal"))
             return
         states, self._step = quorum.states[worker]
-        for key, (load, _) in self._states.items():
+        for key, (load, _) in self.states.items():
             load(states[key])
 
-    def should_commit(self) -> bool:
+    def should_commit(self, *, applied: bool = True) -> bool:
         self._worker.wait(lambda: True)
-        applied = self._error is None
-        self._step += applied
+        applied = super().should_commit(applied=applied and self.error is None)
         self._commit_failures = 0 if applied else self._commit_failures + 1
         return applied
 

@@ -2,15 +2,15 @@
 
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.support.elastic.ledger import Outcome
 from tests.support.elastic.run import run
 from tests.support.elastic.trainers import Fault, Scenario
 from tests.support.elastic.worker import WORKERS
+from tests.support.programs import DOCS
 
-PAGE = Path("docs", "guides", "torchft.md")
+PAGE = DOCS / "guides" / "torchft.md"
 HEAD = (
     "| fault | injected | seconds to the next step: median, most | void steps, most | split votes | lost, most "
     "| other bits | hung |\n|---|---|---|---|---|---|---|---|"

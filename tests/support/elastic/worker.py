@@ -5,8 +5,8 @@ import functools
 import io
 import os
 import pickle
+import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,33 +20,17 @@ import torch.distributed as dist
 from powersgd_triton.comm import exchange
 from powersgd_triton.elastic import group
 from tests.support.elastic.trainers import TRAINERS, Fault, Scenario
+from tests.support.programs import DOCS
 
 WORKERS = 3
-
-
-def on_loopback() -> None:
-    """Let torchft listen on 127.0.0.1 only."""
-    import torchft.checkpointing.http_transport as http
-    import torchft.manager as manager
-
-    server, request = manager.ManagerServer, http._IPv6HTTPServer
-
-    class Local(request):  # type: ignore[misc, valid-type]
-        address_family = socket.AF_INET
-
-        def __init__(self, _: Any, handler: Any) -> None:
-            super().__init__(("127.0.0.1", 0), handler)
-
-    manager.ManagerServer = lambda **options: server(**{**options, "bind": "127.0.0.1:0"})
-    http._IPv6HTTPServer = Local
-    socket.gethostname = lambda: "127.0.0.1"
 
 
 def new_manager(index: int, lighthouse: str, timeout: float, load: Any, save: Any) -> Any:
     from torchft import Manager, ProcessGroupGloo
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    on_loopback()
+    # Let torchft listen there only, as the guide does.
+    runpy.run_path(str(DOCS / "examples" / "train_torchft.py"))["listen_on"]("127.0.0.1")
     limit = datetime.timedelta(seconds=timeout)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False

@@ -10,9 +10,10 @@ import torch
 from tests.support.distributed import run_cases
 from tests.support.faults import episodes, local_events, peers, saved
 from tests.support.faults.episodes import KINDS, Fault, Problems
+from tests.support.programs import DOCS
 
-PAGE = Path("docs", "faults.md")
-"""Where the table stands, from the project's root."""
+PAGE = DOCS / "faults.md"
+"""Where the table stands."""
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 HEAD = "| fault | injected | outcome | lost | hung | poisoned |\n|---|---|---|---|---|---|"
