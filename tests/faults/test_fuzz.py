@@ -14,41 +14,26 @@ from tests.support.fuzzing import Follower
 triton_in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
 
 
-def examples(count: int) -> hypothesis.settings:
-    """The same examples in every run with the same modules: hypothesis also draws numbers that stand in their code."""
-    return hypothesis.settings(
-        deadline=None, derandomize=True, max_examples=count, suppress_health_check=list(HealthCheck), database=None
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("backend", "examples", "max_steps"),
+    [
+        ("torch", 80, 6),
+        pytest.param("torch", 4000, 10, marks=pytest.mark.slow),
+        pytest.param("triton", 2, 2, marks=triton_in_interpreter),
+        pytest.param("triton", 150, 6, marks=[triton_in_interpreter, pytest.mark.slow]),
+    ],
+)
+def test_steps_follow_the_method(backend: str, examples: int, max_steps: int) -> None:
+    # The same examples in every run with the same modules: hypothesis also draws numbers that stand in their code.
+    @hypothesis.settings(
+        deadline=None, derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck), database=None
     )
+    @given(cases(backend, max_steps))
+    def follow(case: Case) -> None:
+        Follower(case).run()
 
-
-@examples(80)
-@given(cases())
-def test_steps_follow_the_method(case: Case) -> None:
-    Follower(case).run()
-
-
-@pytest.mark.slow
-@examples(4000)
-@given(cases(max_steps=10))
-def test_many_steps_follow_the_method(case: Case) -> None:
-    Follower(case).run()
-
-
-@triton_in_interpreter
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@examples(2)
-@given(cases("triton", max_steps=2))
-def test_steps_follow_the_method_in_triton(case: Case) -> None:
-    Follower(case).run()
-
-
-@pytest.mark.slow
-@triton_in_interpreter
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@examples(150)
-@given(cases("triton"))
-def test_many_steps_follow_the_method_in_triton(case: Case) -> None:
-    Follower(case).run()
+    follow()
 
 
 FIELDS: dict[str, Any] = {"rank": 2, "min_compression_rate": 0, "backend": "torch", "error_dtype": None}

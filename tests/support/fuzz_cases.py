@@ -61,7 +61,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
+def cases(draw: st.DrawFn, backend: str, max_steps: int) -> Case:
     triton = backend == "triton"
     alternating = draw(st.booleans())
     fields: dict[str, Any] = {
