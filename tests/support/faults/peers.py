@@ -31,10 +31,11 @@ GROUP_TIMEOUT = {"dies": 200.0, "stops": 10.0, "dies in local steps": 200.0}
 
 def other_configuration(trainer: Trainer, folder: Path) -> None:
     field = trainer.dice.choice(("matrix_approximation_rank", "random_seed", "algorithm", "start_powerSGD_iter"))
+    config: Any = trainer.state.config
     other: dict[str, Any] = {
-        "matrix_approximation_rank": trainer.setting.rank + 1,
+        "matrix_approximation_rank": config.rank + 1,
         "random_seed": 7,
-        "algorithm": {"standard": "alternating", "alternating": "standard"}[trainer.setting.algorithm],
+        "algorithm": {"standard": "alternating", "alternating": "standard"}[config.algorithm],
         "start_powerSGD_iter": 3,
     }
     differs = trainer.worker == trainer.dice.randrange(trainer.workers)

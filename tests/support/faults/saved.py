@@ -37,7 +37,7 @@ def resumed(trainer: Trainer, folder: Path) -> None:
 
 
 def resumed_at_another_rank(trainer: Trainer, folder: Path) -> None:
-    ranks = [rank for rank in (1, 2, 3, 5) if rank != trainer.setting.rank]
+    ranks = [rank for rank in (1, 2, 3, 5) if rank != trainer.state.config.rank]
     resume(trainer, folder, matrix_approximation_rank=trainer.dice.choice(ranks))
     trainer.step()
 
@@ -182,7 +182,7 @@ def loads_alone(trainer: Trainer, folder: Path) -> None:
     for name, found in compressor.error().items():
         # A step that was interrupted after the workers had compared is owed.
         expected = owed[name] + given[name] if act == "step" and before else owed[name]
-        slack = 0.05 if trainer.setting.error_dtype else 1e-5
+        slack = 0.05 if trainer.state.config.error_dtype else 1e-5
         if not torch.allclose(found.float(), expected.float(), rtol=slack, atol=slack):
             trainer.lost.append(f"{act}: {name} is off by {float((found - expected).abs().max()):.3g}")
     dist.barrier()
@@ -203,13 +203,14 @@ def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Excepti
 def rank_function(trainer: Trainer, folder: Path) -> None:
     at, victim = trainer.dice.choice(MATRICES), _victim(trainer)
     kind, named = trainer.dice.choice(("raises", "negative")), trainer.dice.random() < 0.5
+    usual: Any = trainer.state.config.rank
 
-    def rank(name: str, shape: tuple[int, ...]) -> int:
+    def rank(name: str, shape: tuple[int, ...]) -> Any:
         if victim and (name == at or (not named and shape == SHAPES[at])):
             if kind == "raises":
                 raise LookupError(name)
             return -1
-        return trainer.setting.rank
+        return usual
 
     options: dict[str, Any] = {"matrix_approximation_rank": rank, **({} if named else {"module": None})}
     said = refused_step(trainer, trainer.new_state(**options), LookupError, ValueError, DisagreementError)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.faults.ledger import Fate, Ledger
-from tests.support.training import Given
+from tests.support.training import Given, state_for
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first": (24, 18),
@@ -45,40 +45,35 @@ def _fail(gradient: Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How an episode trains."""
+    """How an episode trains: ``fields`` of the state, whether the loss is scaled, and the size of buckets in MB."""
 
-    rank: int
-    algorithm: str
-    error_dtype: str | None
+    fields: dict[str, Any]
     scaled: bool
     cap: float
-    # Of random runs: whether DDP's gradients are views of its buckets, and stay from step to step, and further fields.
+    # Of random runs: whether DDP's gradients are views of its buckets, and stay from step to step.
     view: bool = False
     stay: bool = False
-    fields: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> "Setting":
-        return cls(
-            rank=dice.choice((1, 2, 3)),
-            algorithm=dice.choice(("standard", "alternating")) if algorithm is None else algorithm,
-            error_dtype=dice.choice((None, None, None, "bf16")),
-            scaled=dice.random() < 0.3 if scaled is None else scaled,
-            cap=dice.choice(CAPS[:2]),
-        )
+        fields = {
+            "matrix_approximation_rank": dice.choice((1, 2, 3)),
+            "algorithm": dice.choice(("standard", "alternating")) if algorithm is None else algorithm,
+            "error_dtype": dice.choice((None, None, None, "bf16")),
+        }
+        return cls(fields, dice.random() < 0.3 if scaled is None else scaled, dice.choice(CAPS[:2]))
 
     @classmethod
     def vary(cls, dice: random.Random) -> "Setting":
         """Draw everything."""
-        setting = cls.draw(dice)
-        fields = {
+        drawn = cls.draw(dice)
+        more = {
             "start_powerSGD_iter": dice.choice((0, 0, 3)),
             "min_compression_rate": dice.choice((0, 0.5)),
             "iterations": dice.choice((1, 1, 2)),
-            "warm_start": setting.algorithm == "alternating" or dice.random() < 0.7,
+            "warm_start": drawn.fields["algorithm"] == "alternating" or dice.random() < 0.7,
         }
-        more: dict[str, Any] = {"view": dice.random() < 0.5, "stay": dice.random() < 0.5}
-        return dataclasses.replace(setting, **more, fields=tuple(fields.items()))
+        return cls(drawn.fields | more, drawn.scaled, drawn.cap, view=dice.random() < 0.5, stay=dice.random() < 0.5)
 
 
 class Trainer:
@@ -108,17 +103,8 @@ class Trainer:
         self.ledger = Ledger(SHAPES, self.workers, self.state.config)
 
     def new_state(self, **fields: Any) -> PowerSGDState:
-        setting = self.setting
-        options: dict[str, Any] = {
-            "matrix_approximation_rank": setting.rank,
-            "min_compression_rate": 0,
-            "start_powerSGD_iter": 0,
-            "algorithm": setting.algorithm,
-            "error_dtype": setting.error_dtype,
-            "module": self.model,
-        }
-        state = PowerSGDState(None, **{**options, **dict(setting.fields), **fields})
-        if setting.scaled:
+        state = state_for(self.model, **{**self.setting.fields, **fields})
+        if self.setting.scaled:
             state.attach(self.scaler)
         return state
 
