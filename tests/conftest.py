@@ -32,12 +32,6 @@ if INTERPRETED:
     make_exact()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: tests of several workers wait for a part of their time."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--program-order", type=int, help="a seed: programs run in random orders in the interpreter")
 
