@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.elastic import table
 from tests.support.elastic.ledger import Outcome
-from tests.support.elastic.run import run
+from tests.support.elastic.processes import run
 from tests.support.elastic.trainers import Fault, Scenario
 from tests.support.programs import DOCS, output_of, snippets
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.support.elastic.ledger import Outcome
-from tests.support.elastic.run import run
+from tests.support.elastic.processes import WORKERS, run
 from tests.support.elastic.trainers import Fault, Scenario
-from tests.support.elastic.worker import WORKERS
 from tests.support.programs import DOCS
 
 PAGE = DOCS / "guides" / "torchft.md"
