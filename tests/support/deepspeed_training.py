@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -118,17 +119,14 @@ def engine_for(case: Case, section: Mapping[str, Any] | None = None, model: Any 
         model.alternates = case.unused
         if case.sparse:
             model.tokens.sparse = True
+    # The CPU computes in fp16 all the same, slowly.
     accelerator = type(deepspeed.accelerator.get_accelerator())
-    supported = accelerator.is_fp16_supported
-    if "fp16" in case.options:
-        # The CPU computes with it all the same, slowly.
-        accelerator.is_fp16_supported = lambda _: True
-    engine = new_engine(case, section, model)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        accelerator.is_fp16_supported = supported
+    with mock.patch.object(accelerator, "is_fp16_supported", return_value=True):
+        engine = new_engine(case, section, model)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
 
 
 def new_engine(case: Case, section: Mapping[str, Any] | None, model: Any) -> Any:

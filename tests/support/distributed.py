@@ -85,13 +85,9 @@ def run_cases(
                 if process.is_alive():
                     process.kill()
                     process.join()
-        paths = [_results(folder, worker) for worker in range(world_size)]
+        paths = [Path(folder, f"results.{worker}") for worker in range(world_size)]
         found = [pickle.loads(path.read_bytes()) if path.exists() else dict.fromkeys(cases) for path in paths]
         return {name: [results.get(name, NOT_RUN) for results in found] for name in cases}
-
-
-def _results(folder: str, worker: int) -> Path:
-    return Path(folder, f"results.{worker}")
 
 
 def _stacks(folder: str, processes: Sequence[Any]) -> str:
@@ -199,7 +195,7 @@ def _work(
             dist.barrier()
         # What refers to a group in a cycle must not outlive it.
         gc.collect()
-    _results(folder, worker).write_bytes(pickle.dumps(results))
+    Path(folder, f"results.{worker}").write_bytes(pickle.dumps(results))
     dist.destroy_process_group()
     if worker in casualties:
         sys.exit("this worker was meant to die")

@@ -3,6 +3,7 @@
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +14,13 @@ from powersgd_triton.layout.matrices import compressed_rank, matrix_size
 Named = Mapping[str, Tensor]
 
 U = 2.0**-24
-UNITS = {None: U, "bfloat16": 2.0**-8}
-"""Unit roundoffs: of arithmetic, and of what an error buffer is rounded to on every write."""
+UNITS: dict[Any, float] = {None: U, "bfloat16": 2.0**-8}
+"""Unit roundoffs by the dtype of error buffers, which are rounded to it on every write: None for fp32."""
 
-TINY = {None: 2.0**-149, "bfloat16": 2.0**-133}
+TINY: dict[Any, float] = {None: 2.0**-149, "bfloat16": 2.0**-133}
 """The least number of either: what an operation may lose where its result is no normal number."""
 
 SECOND_ORDER = 1.01
-
-
-def _kind(config: PowerSGDConfig) -> str | None:
-    """Of the error buffers: None for fp32."""
-    return None if config.error_dtype is None else str(config.error_dtype)
 
 
 class Fate(enum.Enum):
@@ -108,7 +104,7 @@ class Ledger:
         """Every worker goes on from the mean error, as ``state_dict`` saved it, perhaps at another rank or number."""
         for name, size in self._size.items():
             # The mean is rounded in fp32, then to the buffer.
-            self._slack[name] += SECOND_ORDER * (self.workers * U + UNITS[_kind(config)]) * size
+            self._slack[name] += SECOND_ORDER * (self.workers * U + UNITS[config.error_dtype]) * size
             for tensor in (self._owed[name], self._slack_of_elements[name]):
                 tensor.mul_(workers / self.workers)
         self._adopt(config, workers)
@@ -116,7 +112,7 @@ class Ledger:
     def _adopt(self, config: PowerSGDConfig, workers: int) -> None:
         self.workers, self.iterations = workers, config.iterations
         self.ranks = {name: compressed_rank(shape, config) for name, shape in self._shapes.items()}
-        self._unit, self._tiny = UNITS[_kind(config)], TINY[_kind(config)]
+        self._unit, self._tiny = UNITS[config.error_dtype], TINY[config.error_dtype]
 
     def differences(self, errors: Sequence[Named]) -> list[str]:
         """Parameters whose Σ E is not what it must be, or whose averages were too large; from here on Σ E is given.
