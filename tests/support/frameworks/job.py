@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import sharded_training
 from tests.support.checks import same_bits
+from tests.support.sharded_training import parameters
 from tests.support.training import logged, warnings
+from tests.support.wrappers import plain
 
 WIDTH, TARGETS, SAMPLES = 32, 8, 64
 LIMIT = 1e-6
@@ -143,17 +144,14 @@ def growing_scale() -> torch.amp.GradScaler:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, whole and by their names before the model was wrapped. Collective."""
-    return {
-        name.replace("_orig_mod.", "").removeprefix("module."): sharded_training.whole(parameter)
-        for name, parameter in model.named_parameters()
-    }
+    return {plain(name): parameter for name, parameter in parameters(model).items()}
 
 
-def loss(parameters: dict[str, Tensor] | None = None) -> float:
+def loss(trained: dict[str, Tensor] | None = None) -> float:
     """The loss over all samples, with these parameters or those that a training begins with."""
     net, data = Net(), Data()
-    if parameters is not None:
-        net.load_state_dict(parameters)
+    if trained is not None:
+        net.load_state_dict(trained)
     with torch.no_grad():
         return float(net(data.inputs, data.labels)["loss"])
 

@@ -165,9 +165,5 @@ def train(job: Job, strategy: Any = None) -> dict[str, Tensor]:
     trainer = trainer_for(job, strategy)
     trainer.fit(Module(job), Loader(), ckpt_path=job.folder / CHECKPOINT if job.resume else None)
     model: Any = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model):
-            found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in whole(model).items()}
-    else:
-        found = whole(model)
-    return {name.removeprefix("module.").removeprefix("net."): parameter for name, parameter in found.items()}
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name.removeprefix("net."): parameter for name, parameter in whole(model).items()}
