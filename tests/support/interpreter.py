@@ -25,7 +25,7 @@ def make_faster() -> None:
     """Remember what the interpreter looks up again and again, which takes longer than the kernels of the tests.
 
     These are the members of Triton's language, which it replaces for each kernel, NumPy's dtypes, and what types and
-    shapes become. Overflows are not looked for.
+    shapes become. Operands that need no other type are not asked for theirs. Overflows are not looked for.
     """
     dtypes: dict[str, Any] = {}
     patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
@@ -44,12 +44,13 @@ def make_faster() -> None:
         return dtypes[name]
 
     block, equal, broadcast = core.block_type.__init__, core.tuple.__eq__, TritonSemantic.broadcast_impl_value
+    check = TritonSemantic.binary_op_type_checking_impl
 
     @functools.cache
     def shape_of(sizes: tuple[int, ...]) -> Any:
         """Return a shape, which is one object for all types that have it, with the types of each kind of element."""
         shape, constants = core.tuple(list(sizes)), core.tuple([core.constexpr(size) for size in sizes])
-        shape.of_tensors, shape.kinds = (constants, core.constexpr(math.prod(sizes))), {}
+        shape.of_tensors, shape.kinds, shape.sizes = (constants, core.constexpr(math.prod(sizes))), {}, sizes
         return shape
 
     def block_type(self: Any, kind: Any, shape: Any) -> None:
@@ -71,10 +72,40 @@ def make_faster() -> None:
     def same(self: Any, other: Any) -> Any:
         return core.constexpr(True) if self is other else equal(self, other)
 
+    @functools.cache
+    def joined(one: tuple[int, ...], other: tuple[int, ...]) -> Any:
+        return shape_of(np.broadcast_shapes(one, other))
+
+    def spread(value: Any, shape: Any) -> Any:
+        if value.type.shape is shape:
+            return value
+        handle = interpreter.TensorHandle(np.broadcast_to(value.handle.data, shape.sizes), value.handle.dtype.scalar)
+        return core.tensor(handle, typed(value.dtype, shape))
+
     def broadcast_once(self: Any, one: Any, other: Any) -> Any:
-        shape = getattr(one.type, "shape", None)
-        done = shape is not None and shape is getattr(other.type, "shape", None)
-        return (one, other) if done else broadcast(self, one, other)
+        first, second = (getattr(each.type, "shape", None) for each in (one, other))
+        if first is second:
+            return one, other
+        if first is None or second is None:
+            return broadcast(self, one, other)
+        shape = joined(first.sizes, second.sizes)
+        return spread(one, shape), spread(other, shape)
+
+    def operand(self: Any, value: Any, kind: Any) -> Any:
+        """A value of this type, which a number takes, or None where Triton's own rules must decide."""
+        if value.__class__ is core.tensor:
+            return value if value.dtype is kind else None
+        whole = value.__class__ is int and abs(value) < 1 << 31
+        real = value.__class__ is float and kind is core.float32
+        return self.scalar_constant(value, dtype=kind) if whole or real else None
+
+    def checked(self: Any, one: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        kind = getattr(one if one.__class__ is core.tensor else other, "dtype", None)
+        if kind is core.float32 or kind is core.int32:
+            first, second = operand(self, one, kind), operand(self, other, kind)
+            if first is not None and second is not None:
+                return broadcast_once(self, first, second)
+        return check(self, one, other, *rest, **named)
 
     def patch_attr(place: Any, name: str, member: Any, _: Any, *scope: Any) -> None:
         def call(*arguments: Any, _semantic: Any = None, **named: Any) -> Any:
@@ -94,7 +125,7 @@ def make_faster() -> None:
     core.block_type.with_element_ty = lambda self, kind: typed(kind, self.shape)
     interpreter.InterpreterBuilder.get_block_ty = lambda _, kind, shape: typed(kind, shape)
     core.tuple.__eq__, core.tensor.__init__ = same, tensor
-    TritonSemantic.broadcast_impl_value = broadcast_once
+    TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl = broadcast_once, checked
     remember("computation_type_impl")
     remember("scalar_constant")
     interpreter._patch_attr = patch_attr
