@@ -20,7 +20,7 @@ from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 from powersgd_triton import attach
 
 ADDRESS = "127.0.0.1"
-STEPS, FATAL = 200, 50
+STEPS, FATAL = 400, 50
 SECONDS = datetime.timedelta(seconds=20)
 
 
