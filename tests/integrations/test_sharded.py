@@ -124,22 +124,28 @@ def with_unused(worker: int, world_size: int) -> None:
 
 
 def unfrozen(worker: int, world_size: int) -> None:
-    """What is trained from a later step on is averaged then, also after a state was loaded before."""
+    """What is trained from a later step on is averaged then: a parameter, and all of a unit after a state was loaded."""
     name = "blocks.1.up.weight"
     for wrapper in (FSDP1, FSDP2, HSDP):
         net = Net()
         net.get_parameter(name).requires_grad_(False)
-        # All of a unit.
         net.blocks[0].requires_grad_(False)
         made = wrapper(net, RANK_2)
         ledger = Ledger(made)
         ledger.train([0])
+        # Else they were averaged exactly, here and below.
+        assert made.mean_error()["blocks.1.down.weight"].any(), wrapper
+        ledger.given[name].zero_()
+        made.net.get_parameter(name).requires_grad_(True)
+        ledger.train([1])
+        assert made.mean_error()[name].any(), wrapper
         for each, total in ledger.given.items():
-            total.mul_(each != name and not each.startswith("blocks.0"))
+            total.mul_(not each.startswith("blocks.0"))
         made.state.load_state_dict(made.state.state_dict())
         made.module.requires_grad_(True)
-        ledger.train([1, 2])
+        ledger.train([2])
         ledger.check()
+        assert made.mean_error()["blocks.0.up.weight"].any(), wrapper
 
 
 SEQUENCES = {"shard": 2, "sequence": 2}
