@@ -96,33 +96,6 @@ def test_other_options_another_device_and_what_is_not_aligned_are_compiled(drive
     assert kernel.direct[1][3] == 71
 
 
-def ways_to_triton(kernel: Kernel) -> list[Any]:
-    """Contexts in which Triton must launch: hooks, captures, unknown versions."""
-    hooks = triton.knobs.runtime
-    return [
-        mock.patch.object(kernel, "pre_run_hooks", [print]),
-        mock.patch.object(hooks.launch_enter_hook, "calls", [print]),
-        mock.patch.object(hooks.launch_exit_hook, "calls", [print]),
-        # As in versions without chains of hooks.
-        mock.patch.object(hooks, "launch_enter_hook", print),
-        mock.patch.multiple(launcher, HAS_DEVICE=True, torch=mock.Mock(Tensor=torch.Tensor)),
-        mock.patch.object(launcher, "KNOWN", False),
-    ]
-
-
-def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():
-    kernel = Kernel()
-    for _ in range(2):
-        launch(kernel)
-    for way in ways_to_triton(kernel):
-        with way:
-            launch(kernel)
-    assert len(kernel.by_triton) == 7
-    with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", None):
-        launch(kernel)
-    assert len(kernel.direct) == 2
-
-
 class Part:
     """Two launches of a step, of which one takes what moves."""
 
@@ -164,18 +137,29 @@ def test_launches_are_repeated_with_what_has_moved(driver: types.SimpleNamespace
     assert part.kernel.direct[0][3] == 71
 
 
-def test_launches_are_not_repeated_if_triton_must_launch():
-    part = Part()
-    for _ in range(3):
+def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():
+    """Each launch, so that those of a part are not repeated either."""
+    part, hooks = Part(), triton.knobs.runtime
+    part(TENSOR, SCALAR)
+    ways: list[Any] = [
+        mock.patch.object(part.kernel, "pre_run_hooks", [print]),
+        mock.patch.object(hooks.launch_enter_hook, "calls", [print]),
+        mock.patch.object(hooks.launch_exit_hook, "calls", [print]),
+        # As in versions without chains of hooks.
+        mock.patch.object(hooks, "launch_enter_hook", print),
+        mock.patch.multiple(launcher, HAS_DEVICE=True, torch=mock.Mock(Tensor=torch.Tensor)),
+        mock.patch.object(launcher, "KNOWN", False),
+    ]
+    for way in ways:
+        # So that there is something to repeat.
         part(TENSOR, SCALAR)
-    assert part.inspected == 2
-    for way in ways_to_triton(part.kernel):
-        before = part.inspected
+        inspected, by_triton = part.inspected, len(part.kernel.by_triton)
         with way:
             assert part(TENSOR, SCALAR) == []
-        assert part.inspected == before + 1
+        assert (part.inspected, len(part.kernel.by_triton)) == (inspected + 1, by_triton + 2)
+    with mock.patch.object(hooks, "launch_enter_hook", None):
+        assert part(TENSOR, SCALAR) == [addresses(TENSOR, SCALAR)] * 2
     # What is compiled for multiples of 16 bytes must start there.
-    part(TENSOR, SCALAR)
     assert len(part(TENSOR[1:], SCALAR)) == 1
     assert part(TENSOR, SCALAR)[0] == addresses(TENSOR, SCALAR)
 
