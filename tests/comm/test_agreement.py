@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import everything, gradients, step
-from tests.support.distributed import folder, on_workers
+from tests.support.distributed import folder, make_test, on_workers
 from tests.support.sharded_training import Net, mesh_of, sharded, train
 from tests.support.thinned import slow
 from tests.support.training import RANK_2, complaint, linear_stack, logged, training, warnings
@@ -45,8 +46,7 @@ def compress(compressor: Compressor, shapes: dict[str, Any] = SHAPES, spoil: boo
     compressor.decompress(compressor.compress(given))
 
 
-@on_workers(2, 3)
-def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None:
+def every_worker_is_told_at_the_start(worker: int, world_size: int) -> None:
     for differs, difference in (
         ({"rank": 3}, "config.rank: 3 instead of 2"),
         # One worker averages exactly, in one message, where the others send two.
@@ -75,8 +75,7 @@ def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None
     dist.barrier()
 
 
-@on_workers(2, 3)
-def test_workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, world_size: int) -> None:
+def workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, world_size: int) -> None:
     """Overflows, exact first steps and a loss scale are no disagreement."""
     compressor = Compressor(PowerSGDConfig(**CONFIG, check_every=1, start_iter=2), SHAPES)
     compressor.attach(lambda: 8.0)
@@ -105,8 +104,7 @@ def test_workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, 
     assert {*everyone} == {said}
 
 
-@on_workers(2)
-def test_workers_that_compute_differently_are_warned(worker: int, world_size: int) -> None:
+def workers_that_compute_differently_are_warned(worker: int, world_size: int) -> None:
     """Once, on all workers, and they go on."""
     expected = f"{DIFFERENT_BITS}: triton 3.7.1 on sm_80 on workers 0; torch 2.13.0 on sm_90 on workers 1"
     kinds = ("triton 3.7.1 on sm_80", "torch 2.13.0 on sm_90")
@@ -144,15 +142,13 @@ def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: in
 
 FOUR = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 VICTIM = 1
-WORLD_SIZES = (2, *slow([3]))
 
 
 def steps(compressor: Compressor, numbers: range) -> list[dict[str, Tensor]]:
     return [step(compressor, gradients(100 * number + dist.get_rank(), FOUR)) for number in numbers]
 
 
-@on_workers(*WORLD_SIZES)
-def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
+def ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
     """What a rank function returns is compared, where DDP without ``module=`` meets a parameter late, too."""
 
     def rank(name: str, shape: Any) -> int:
@@ -166,8 +162,7 @@ def test_ranks_that_differ_on_one_worker(worker: int, world_size: int) -> None:
         assert re.search("worker 1 differs from worker 0 in rank of '.*': 3 instead of 2", said), said
 
 
-@on_workers(*WORLD_SIZES)
-def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
+def what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
     """Unpickling is no collective, so that the next step compares what was unpickled."""
     model = linear_stack()
     state = PowerSGDState(None, module=model, **RANK_2)
@@ -182,7 +177,7 @@ def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
     assert "worker 1 differs from worker 0 in saved parts of " in complaint(training, model, worker, forged, range(1))
 
 
-@on_workers(*WORLD_SIZES)
+@on_workers(2, *slow([3]))
 def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
     """One worker loads while the others step, save, or begin their first step. Nobody waits for a timeout."""
     calls = {"first step": "a step", "step": "a step that waits for the others", "save": "state_dict"}
@@ -247,8 +242,7 @@ def checkpoints(state: Any, path: str) -> Iterator[tuple[Callable[..., Any], dic
     yield state.load, {"folder": f"{path}/0", "missing_ok": True}, {"missing_ok": [False]}
 
 
-@on_workers(2)
-def test_all_workers_are_told(worker: int, world_size: int) -> None:
+def all_workers_are_told(worker: int, world_size: int) -> None:
     with folder(worker) as path:
         for call, right, wrong in calls(path):
             for name, value in [(name, value) for name, values in wrong.items() for value in values]:
@@ -259,3 +253,11 @@ def test_all_workers_are_told(worker: int, world_size: int) -> None:
                 assert time.monotonic() - start < 30
                 dist.barrier()
             assert complaint(call, **right) == "nothing", call
+
+
+MORE = (ranks_that_differ_on_one_worker, what_was_unpickled_is_compared)
+test_two_workers = make_test((workers_that_compute_differently_are_warned, *MORE, all_workers_are_told), 2)
+test_three_workers = make_test(
+    (every_worker_is_told_at_the_start, workers_that_agree_until_an_iteration_or_a_factor_differs), 3
+)
+test_more_on_three_workers = pytest.mark.slow(make_test(MORE, 3))

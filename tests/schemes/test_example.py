@@ -1,5 +1,6 @@
 """The example of the documentation that is to be read: it does what the package does."""
 
+import functools
 import runpy
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from tests.support.distributed import on_workers
+from tests.support.distributed import make_test
 from tests.support.programs import ROOT, output_of
 
 EXAMPLE = ROOT / "docs" / "examples" / "powersgd_simple.py"
@@ -23,9 +24,7 @@ def named(matrices: list[Tensor]) -> dict[str, Tensor]:
     return {str(index): matrix for index, matrix in enumerate(matrices)}
 
 
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@on_workers(2)
-def test_averages_and_errors_are_those_of_the_package(worker: int, world_size: int, dtype: torch.dtype) -> None:
+def averages_and_errors_are_those_of_the_package(worker: int, world_size: int, *, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     config = PowerSGDConfig(rank=4, min_compression_rate=0, explore_every=0, start_iter=0)
     simple: Any = runpy.run_path(str(EXAMPLE))["SimplePowerSGD"](MATRICES, rank=4)
@@ -52,6 +51,10 @@ def test_averages_and_errors_are_those_of_the_package(worker: int, world_size: i
             wanted = expected.pop(name) if name in expected else errors[name]
             distance = (matrix - wanted).norm() / wanted.norm()
             assert distance <= (step + 1) * ROUNDING[dtype], (step, name, float(distance))
+
+
+CASES = {str(dtype): functools.partial(averages_and_errors_are_those_of_the_package, dtype=dtype) for dtype in ROUNDING}
+test_two_workers = make_test(CASES, 2)
 
 
 @pytest.mark.slow

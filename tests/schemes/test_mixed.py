@@ -11,7 +11,7 @@ from powersgd_triton.demo.measure import Call, counting
 from tests.support.balance import check_same
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.device import EMULATED, INTERPRETED
-from tests.support.distributed import on_workers
+from tests.support.distributed import make_test, on_workers
 from tests.support.training import relative
 from tests.support.wrappers import means
 
@@ -22,29 +22,26 @@ ROUNDED = {"int8": 0.02, "bf16": 0.006}
 FACTORS: dict[str, Any] = {"wire_dtype": "int4", "backend": "torch"}
 
 
-@pytest.mark.parametrize("bypass", list(ROUNDED))
-@on_workers(1, 2, 3)
-def test_matrices_as_ever_and_vectors_rounded(worker: int, world_size: int, bypass: str) -> None:
+def matrices_as_ever_and_vectors_rounded(worker: int, world_size: int) -> None:
     """At full rank matrices are exact. Averages of vectors are unbiased, and the same on all workers."""
-    compressor, found = Compressor(everything(999, bypass=bypass, backend="torch"), SHAPES), list[Tensor]()
     given = gradients(worker, SHAPES)
     exact = means(given)
-    for _ in range(24):
-        averages = step(compressor, given)
-        check_same(averages.values())
-        assert all(relative(averages[name], exact[name]) < 1e-5 for name in SHAPES.keys() - VECTORS.keys())
-        found.append(torch.cat([averages[name].view(-1) for name in VECTORS]).double())
     expected = torch.cat([exact[name].view(-1) for name in VECTORS])
-    largest = max(relative(one, expected) for one in found)
-    assert largest < ROUNDED[bypass] if world_size > 1 else largest < 1e-6
-    if world_size > 1:
+    for bypass, limit in ROUNDED.items():
+        compressor, found = Compressor(everything(999, bypass=bypass, backend="torch"), SHAPES), list[Tensor]()
+        for _ in range(24):
+            averages = step(compressor, given)
+            check_same(averages.values())
+            assert all(relative(averages[name], exact[name]) < 1e-5 for name in SHAPES.keys() - VECTORS.keys())
+            found.append(torch.cat([averages[name].view(-1) for name in VECTORS]).double())
+        largest = max(relative(one, expected) for one in found)
+        assert largest < limit
         # By chance, the mean of 24 has a fifth of the error.
         assert 0 < relative(torch.stack(found).mean(0), expected) < largest / 3
-    assert compressor.error().keys() == SHAPES.keys() - VECTORS.keys()
+        assert compressor.error().keys() == SHAPES.keys() - VECTORS.keys()
 
 
-@on_workers(2, 3)
-def test_nothing_of_matrices_is_lost(worker: int, world_size: int) -> None:
+def nothing_of_matrices_is_lost(worker: int, world_size: int) -> None:
     """Also in steps in which one worker's vector is not finite: they do not count, and are carried."""
     compressor = Compressor(everything(bypass="int8", **FACTORS), SHAPES)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -74,8 +71,7 @@ def test_nothing_of_matrices_is_lost(worker: int, world_size: int) -> None:
     check_same(runs[0].values())
 
 
-@on_workers(2, 3)
-def test_bytes_and_collectives(worker: int, world_size: int) -> None:
+def bytes_and_collectives(worker: int, world_size: int) -> None:
     """As the statistics count them. Vectors take one all-gather, or two collectives; without any, there are none."""
     for shapes in (SHAPES, VECTORS, {"weight": (24, 20), "empty": (0,)}, {"weight": (24, 20)}):
         counts = {}
@@ -110,8 +106,7 @@ def test_errors_of_what_has_no_factors_any_more() -> None:
             assert torch.allclose(average, expected, atol=1e-6), name
 
 
-@on_workers(2)
-def test_the_first_steps_are_exact(worker: int, world_size: int) -> None:
+def the_first_steps_are_exact(worker: int, world_size: int) -> None:
     """Also of gradients that are all quantized."""
     exact: dict[str, Any] = {"start_iter": 1, "backend": "torch"}
     given = gradients(worker, SHAPES)
@@ -125,13 +120,18 @@ def test_the_first_steps_are_exact(worker: int, world_size: int) -> None:
         assert rate == 1
 
 
+TOGETHER = (matrices_as_ever_and_vectors_rounded, nothing_of_matrices_is_lost, bytes_and_collectives)
+test_two_workers = make_test((*TOGETHER, the_first_steps_are_exact), 2)
+test_three_workers = make_test(TOGETHER, 3)
+
+
 @pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")
-@pytest.mark.parametrize("shapes", [SHAPES, VECTORS], ids=["matrices", "vectors only"])
 @on_workers(2)
-def test_kernels_do_the_same(worker: int, world_size: int, shapes: dict[str, Any]) -> None:
-    """With the same bits of what is rounded."""
-    runs = [Compressor(everything(bypass="int8", backend=name), shapes) for name in ("triton", "torch")]
-    for number in range(2):
-        ours, reference = (step(run, gradients(10 * number + worker, shapes)) for run in runs)
-        assert all(torch.equal(ours[name], reference[name]) for name in VECTORS)
-        assert all(relative(ours[name], reference[name]) < 1e-4 for name in shapes)
+def test_kernels_do_the_same(worker: int, world_size: int) -> None:
+    """With the same bits of what is rounded, also where all tensors are."""
+    for shapes in (SHAPES, VECTORS):
+        runs = [Compressor(everything(bypass="int8", backend=name), shapes) for name in ("triton", "torch")]
+        for number in range(2):
+            ours, reference = (step(run, gradients(10 * number + worker, shapes)) for run in runs)
+            assert all(torch.equal(ours[name], reference[name]) for name in VECTORS)
+            assert all(relative(ours[name], reference[name]) < 1e-4 for name in shapes)
