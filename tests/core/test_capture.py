@@ -236,9 +236,9 @@ def test_a_capture_may_have_gradients_in_other_places(device: torch.device):
     capture(training, 400)
 
 
-@pytest.mark.parametrize("further", ["no capture", "another capture", "two captures"])
-def test_nothing_is_lost_by_a_capture_that_fails(further: str, device: torch.device):
-    """Or that is not replayed. Places that were new in it were not uploaded."""
+@pytest.mark.parametrize("further", [0, 2])
+def test_nothing_is_lost_by_a_capture_that_fails(further: int, device: torch.device):
+    """Or that is not replayed, as the first of two further ones. Places that were new in it were not uploaded."""
     training = Training(device)
     with pytest.raises(RuntimeError, match="in the step before it"):
         training.capture()
@@ -249,7 +249,7 @@ def test_nothing_is_lost_by_a_capture_that_fails(further: str, device: torch.dev
         training.capture()
     training.keys = ["first", "second"]
     replay = None
-    for _ in range(("no capture", "another capture", "two captures").index(further)):
+    for _ in range(further):
         replay = training.capture()
     torch.testing.assert_close(training.run(range(EAGER, 4), replay), steps(device)[EAGER:4], rtol=0, atol=0)
 

@@ -29,7 +29,7 @@ from powersgd_triton.planning.models import Shapes, gpt2
 from powersgd_triton.ranks.plan import RankPlan
 from powersgd_triton.schemes.mixed import Mixed
 from tests.support.checks import CPU, DTYPES, gradients, live_bytes, on_threads, same_bits
-from tests.support.distributed import on_workers
+from tests.support.distributed import make_test
 from tests.support.lines import in_nodes, together
 from tests.support.programs import ROOT
 
@@ -49,7 +49,7 @@ def documented_scheme() -> Any:
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("scheme", [Mixed, documented_scheme])
 def test_errors_take_four_bytes_and_lose_nothing(
     scheme: Callable[[], Any], workers: int, scaled: bool, on_host: bool
@@ -118,25 +118,24 @@ def test_errors_stay_if_no_memory_is_left_for_their_copies():
     assert same_bits(errors.errors(step), held)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-@on_workers(2)
-def test_errors_stay_if_an_average_does_not_fit(worker: int, world_size: int, on_host: bool) -> None:
+def errors_stay_if_an_average_does_not_fit(worker: int, world_size: int) -> None:
     """With a loss scale, ``decompress`` decides about the step. Without it, the next step or a look at the errors."""
-    compressor = Compressor(INT4, SHAPES)
-    compressor.attach(lambda: 1.0)
-    with mock.patch.object(whole, "on_host", return_value=on_host):
-        compressor.compress(gradients(worker, SHAPES))
-        before = compressor.error()
-        assert before["weight"].any()
-        large = {name: 1e5 * tensor for name, tensor in gradients(worker, SHAPES).items()}
-        narrow = {name: torch.empty(shape, dtype=torch.float16) for name, shape in SHAPES.items()}
-        compressed = compressor.compress(large)
-        compressor.decompress(compressed, out=narrow)
-        assert not compressed.verdict
-        assert all(torch.equal(error, before[name]) for name, error in compressor.error().items())
-        compressor.compress(large)
-        compressor.decompress(compressor.compress(large))
-        assert not torch.equal(compressor.error()["weight"], before["weight"])
+    for on_host in (True, False):
+        compressor = Compressor(INT4, SHAPES)
+        compressor.attach(lambda: 1.0)
+        with mock.patch.object(whole, "on_host", return_value=on_host):
+            compressor.compress(gradients(worker, SHAPES))
+            before = compressor.error()
+            assert before["weight"].any()
+            large = {name: 1e5 * tensor for name, tensor in gradients(worker, SHAPES).items()}
+            narrow = {name: torch.empty(shape, dtype=torch.float16) for name, shape in SHAPES.items()}
+            compressed = compressor.compress(large)
+            compressor.decompress(compressed, out=narrow)
+            assert not compressed.verdict
+            assert all(torch.equal(error, before[name]) for name, error in compressor.error().items())
+            compressor.compress(large)
+            compressor.decompress(compressor.compress(large))
+            assert not torch.equal(compressor.error()["weight"], before["weight"])
 
 
 @pytest.mark.parametrize(
@@ -233,10 +232,14 @@ def test_calls_of_a_small_models_step(one_worker: None) -> None:
     assert many - few <= 2.5 * (len(more_layers) - len(SMALL_GRADIENT_SETS["demo"]))
 
 
-@on_workers(2)
-def test_an_exact_average_fits_fp16_where_the_sum_does_not(worker: int, world_size: int) -> None:
+def an_exact_average_fits_fp16_where_the_sum_does_not(worker: int, world_size: int) -> None:
     engine = Engine(Mixed(), PowerSGDConfig(start_iter=1), Communicator(), lambda: {"weight": (4, 4)})
     buffer = torch.full((16,), 40000.0, dtype=torch.float16)
     engine.begin("all", lambda: {"weight": (4, 4)}, CPU, last=True)
     engine.average_exactly(buffer)
     assert torch.equal(buffer, torch.full_like(buffer, 40000.0))
+
+
+test_two_workers = make_test(
+    (errors_stay_if_an_average_does_not_fit, an_exact_average_fits_fp16_where_the_sum_does_not), 2
+)
