@@ -123,7 +123,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 class UnusedParameters:
-    """Takes back what a step has sent of parameters that no worker used in it (``find_unused_parameters=True``).
+    """Takes back what a step has sent of parameters that no worker used in it. See ``PowerSGDState``.
 
     The errors keep what DDP discards. It knows these parameters when the backward pass is done. Its reducer is locked
     while it calls a communication hook, so the counts are read before the next forward pass, and before errors are.

@@ -43,10 +43,10 @@ class PowerSGDState(Handle):
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
         batch_tensors_with_same_shape: Without effect. Tensors of the same shape are always batched, without copies.
         module: The model, whose parameter names key the state. Give the DistributedDataParallel model itself if it has
-            ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
-            used: that of the first wrapper, so make a new state for a new one. Without ``module=``, parameters are
-            numbered in the order of the first backward pass that the hook sees, and a checkpoint fits only the same
-            bucket boundaries.
+            ``find_unused_parameters=True`` or ``static_graph=True``, so that the error keeps what DDP discards of
+            parameters that no worker used: that of the first wrapper, so make a new state for a new one. Without
+            ``module=``, parameters are numbered in the order of the first backward pass that the hook sees, and a
+            checkpoint fits only the same bucket boundaries.
         node_group: See ``Compressor``.
         options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 
@@ -91,7 +91,7 @@ class PowerSGDState(Handle):
         if config.planned and module is None:
             raise ValueError("a budget needs all parameters: give PowerSGDState the model as module=")
         self._set_up(config, module, given["process_group"], given["node_group"])
-        if isinstance(module, DistributedDataParallel) and module.find_unused_parameters and not module.static_graph:
+        if isinstance(module, DistributedDataParallel) and (module.find_unused_parameters or module.static_graph):
             self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
 
     def _set_up(

@@ -225,6 +225,16 @@ def unused(worker: int, world_size: int) -> None:
             ledger.step([token_batch(worker, step)])
             assert (net.sometimes.weight.grad is None) == (step % 3 == 2 and not zeroed)
         ledger.check()
+    for config in (PowerSGDConfig(rank=1, min_compression_rate=0), PowerSGDConfig(quantize="int4")):
+        # In a static graph, no step uses it. Its error is of a run in which all did.
+        before = Wrapped(Net(), config)
+        before.step([token_batch(worker, 0)])
+        before.net.use = False
+        static = Wrapped(before.net, config, static_graph=True)
+        static.state.load_state_dict(before.state.state_dict())
+        ledger = Ledger(static)
+        ledger.train(range(1, 5))
+        ledger.check()
 
 
 # The batched hook, for which a bucket of DDP is one matrix.
