@@ -177,6 +177,10 @@ class PowerSGDState(Handle):
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
             expected[:] = self._names.check(saved["buckets"], strict=strict, rename=names)
+            # Parameters that were frozen are not in it, but may be among those that are renamed.
+            known, given = self._names.shapes(frozen=True), saved.get("tensors") or ()
+            for old in [old for old, new in names.items() if old not in given and new in known]:
+                del names[old]
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
             named = self._names.module is not None and (expected or saved.get("matrices") == {})
             # Those that are frozen now may have an error of the time before.

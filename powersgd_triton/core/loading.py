@@ -80,7 +80,7 @@ def compared(engine: Engine, read: Read, **options: Any) -> Loaded:
     def check() -> tuple[Loaded, Facts, Facts]:
         found = checked(engine, *read(), **options)
         with on_streams(engine):
-            return found, {}, saved_facts(found[0])
+            return found, {}, {**saved_facts(found[0]), "strict": options.get("strict", True)}
 
     return together("load_state_dict", check, engine.communicator, engine.buckets.device)
 
@@ -100,7 +100,8 @@ def checked(
     known = residuals.sizes if tensors is None else tensors
     report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
     with residuals.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
-        return saved.used(report, strict=strict, owner=owner), report
+        # If all tensors are known, those that come later were frozen, and start without an error.
+        return saved.used(report, strict=strict and tensors is None, owner=owner), report
 
 
 # Of one worker, as in a pickle ----------------------------------------------------------------------------------------

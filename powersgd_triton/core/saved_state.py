@@ -58,7 +58,7 @@ class SavedState:
         matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}, for several matrices one after the
             other. Matrices that are not compressed have only an error. Without error feedback there are no errors.
         plan: State of ``RankPlan``. Empty if ranks are not planned.
-        strict: Whether the model that loaded it must not have other matrices.
+        strict: Whether matrices that come later must be in it, since the model's tensors were not known at loading.
         own: Whether the errors are those of one worker instead of the mean over the workers.
         owner: (index, world size) of that worker. None after it was checked.
     """

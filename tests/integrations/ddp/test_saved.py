@@ -300,3 +300,20 @@ def test_a_state_is_loaded_after_a_layer_was_frozen(tmp_path: Path) -> None:
     wrapped = nn.ModuleDict({"net": model})
     report = state_for(wrapped).load_state_dict(state.state_dict(), rename={old: new for new, old in saved.items()})
     assert report.loaded
+
+
+@alone
+def test_a_layer_is_unfrozen_after_a_state_was_loaded() -> None:
+    """It starts without an error. Names of frozen parameters may be among those that are renamed."""
+    model = linear_stack()
+    name, weight = next(model.named_parameters())
+    weight.requires_grad_(False)
+    state, wrapped = state_for(model), nn.ModuleDict({"net": model})
+    training(model, 0, state, range(2))
+    renamed = {name: f"net.{name}" for name, _ in model.named_parameters()}
+    assert state_for(wrapped).load_state_dict(state.state_dict(), rename=renamed).loaded
+    state.load_state_dict(state.state_dict())
+    assert name not in state.error()
+    weight.requires_grad_(True)
+    training(model, 0, state, range(2, 4))
+    assert state.error()[name].any()
