@@ -103,9 +103,9 @@ class Planner:
             least, whole = self._sent(self._limited(1)), 4 * sum(map(math.prod, self.tensors.values()))
             raise ValueError(
                 f"the budget is {budget(self.tensors, self.config):,.0f} bytes a step, but at rank 1 this model sends "
-                f"{least:,.0f}, {sent_bytes(exact, {}, self.config):,.0f} of them for tensors without "
-                f"factors; expected bytes_per_step of at least that, or a compression of at most {whole / least:.1f}; "
-                "a narrower wire_dtype, or bypass='int8', sends fewer bytes"
+                f"{math.ceil(least):,}, {sent_bytes(exact, {}, self.config):,.0f} of them for tensors without factors; "
+                f"expected bytes_per_step of at least that, or a compression of at most "
+                f"{math.floor(10 * whole / least) / 10:.1f}; a narrower wire_dtype, or bypass='int8', sends fewer bytes"
             )
         common = 1
         while common < max(self.largest.values(), default=1) and self.fits(self._limited(common + 1)):

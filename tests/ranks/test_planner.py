@@ -1,6 +1,7 @@
 """The planner: integers and floats only."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -57,11 +58,17 @@ def test_ranks_are_limited_whatever_the_budget_allows(limit: int | None):
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():
-    with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them") as caught:
+    with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them"):
         Planner(MODEL, PowerSGDConfig(bytes_per_step=500, wire_dtype="fp32")).starting_ranks()
-    largest = float(str(caught.value).split("compression of at most ")[1].split(";")[0])
-    assert Planner(MODEL, config(largest - 0.1)).starting_ranks()
-    Planner(MODEL, PowerSGDConfig(bytes_per_step=3824, wire_dtype="fp32")).starting_ranks()
+    for width in (64, 96, 128, 768):
+        model = {"weight": (3 * width, width), "bias": (width,)}
+        for fields in ({}, {"wire_dtype": "int8"}, {"bypass": "int8"}):
+            with pytest.raises(ValueError, match="is 1 bytes a step") as caught:
+                Planner(model, PowerSGDConfig.from_dict({"bytes_per_step": 1, **fields}), workers=4).starting_ranks()
+            sent, largest = re.findall(r"sends ([\d,]+).*a compression of at most ([\d.]+)", str(caught.value))[0]
+            for said in ({"bytes_per_step": int(sent.replace(",", ""))}, {"compression": float(largest)}):
+                enough = PowerSGDConfig.from_dict({**said, **fields})
+                assert Planner(model, enough, workers=4).starting_ranks() == {"weight": 1}
 
 
 def test_demand_and_share():
