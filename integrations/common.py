@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator, travel_device
@@ -35,8 +35,9 @@ def plain_name(name: str) -> str:
 
 def uncompiled(model: Any) -> Any:
     """Return a model without what ``torch.compile`` wraps around it, unless ``fully_shard`` was applied to that."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) and not hasattr(model, "_get_fsdp_state"):
-        model = inner
+    # Not by getattr: FSDP1 and DeepSpeed forward it to the module inside, which may be compiled.
+    while "_orig_mod" in getattr(model, "_modules", ()) and not hasattr(model, "_get_fsdp_state"):
+        model = model._modules["_orig_mod"]
     return model
 
 

@@ -125,7 +125,7 @@ class PowerSGDState(ShardedHandle):
                 return {name: shape for unit in units for name, shape in unit.shapes().items()}
 
             engine = new_engine(config, communicator, shapes, device, buckets=len(units))
-            if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            if any(handle.uses_sharded_strategy for handle in units.values()):
                 refuse_auto(config, "a sharded model")
             # The user's functions may fail, which all must hear before anything is registered.
             Layout.build(shapes(), config)
@@ -141,7 +141,7 @@ class PowerSGDState(ShardedHandle):
 
         super().__init__(engine, part_of)
         engine.connect(in_own_group(communicator, device, node_group))
-        self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
+        self.replaces_reduce_scatter = any(handle.uses_sharded_strategy for handle in units.values())
         self._passes = Passes([fsdp_model], [engine])
         self._current: Unit | None = None
         self._unmarked = dict(units)

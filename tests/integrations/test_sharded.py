@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-from torch.distributed.fsdp import ShardingStrategy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,7 +124,7 @@ def with_unused(worker: int, world_size: int) -> None:
 
 
 def unfrozen(worker: int, world_size: int) -> None:
-    """What is trained from a later step on is averaged then: a parameter, and all of a unit after a state was loaded."""
+    """What is trained from a later step on is averaged then: a parameter, and after a load all of a unit."""
     name = "blocks.1.up.weight"
     for wrapper in (FSDP1, FSDP2, HSDP):
         net = Net()
@@ -196,7 +196,9 @@ def wrong_use(worker: int, world_size: int) -> None:
     wrapped, of_torch = (DistributedDataParallel(Net()) for _ in range(2))
     wrapped.register_comm_hook(applied.state, powerSGD_hook)
     of_torch.register_comm_hook(torchs.PowerSGDState(None), ddp.powerSGD_hook)
-    frozen = Net().requires_grad_(False)
+    frozen, mixed = Net().requires_grad_(False), Net()
+    mixed.sometimes = FullyShardedDataParallel(mixed.sometimes, device_id=torch.device("cpu"))  # type: ignore[assignment]
+    partly = FSDP1(mixed, None, auto_wrap_policy=None, sharding_strategy=ShardingStrategy.NO_SHARD).module
     single = dist.new_group([worker], use_local_synchronization=True)
     groups = {"process_group": (dist.group.WORLD, single)}
     cut = FSDP1(Net(), None, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **groups).module
@@ -211,6 +213,7 @@ def wrong_use(worker: int, world_size: int) -> None:
         (complaint(PowerSGDState, cut, RANK_2), "ValueError.*HYBRID_SHARD.*replicate_group"),
         (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
         (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),
+        (complaint(PowerSGDState, partly, PowerSGDConfig(compression="auto")), "ValueError.*a sharded model does not"),
     )
     mesh, line = mesh_of(replicate=2, shard=2), mesh_of(shard=world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()

@@ -3,13 +3,13 @@
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -127,13 +127,17 @@ def by_methods(worker: int, world_size: int) -> None:
 
 def compiled_before(_worker: int, world_size: int) -> None:
     """A model that is compiled before it is sharded, as by Accelerate, has the parameters of the root too."""
-    inner = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-    model: Any = torch.compile(inner, backend="eager")
-    for unit in (inner[0], model):
-        fully_shard(unit, mesh=mesh_of(shard=world_size))
-    state = attach(model, RANK_2)
-    model(torch.ones(8, 24)).sum().backward()
-    assert {tensor.name for tensor in state.report().tensors} == {name for name, _ in inner.named_parameters()}
+    for first in (True, False):
+        inner = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        names, model = {name for name, _ in inner.named_parameters()}, cast(Any, torch.compile(inner, backend="eager"))
+        if first:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        else:
+            for unit in (inner[0], model):
+                fully_shard(unit, mesh=mesh_of(shard=world_size))
+        state = attach(model, RANK_2)
+        model(torch.ones(8, 24)).sum().backward()
+        assert {tensor.name for tensor in state.report().tensors} == names
 
 
 test_passes = make_test([by_turns, by_themselves, by_methods, compiled_before], 4)
