@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.planning import cost, tuning
 from powersgd_triton.planning.cost import ComputeTime, Job, Network, Prediction, choose, kinds, options, step_seconds
 from powersgd_triton.planning.trial import measure_network
+from powersgd_triton.planning.tuning import Tuning
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import set_times
 from tests.support.checks import step as averaged
@@ -205,6 +207,14 @@ BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (
 CHEAP = ComputeTime((1e-4, 2e-4, 6e-4))
 CONFIG = PowerSGDConfig(compression=20)
 JOB = Job(BUCKETS, 0.05, Network(2, card=12.5e6))
+
+
+def test_the_longest_time_of_any_worker_counts():
+    """Of those that average with each other, and of those with other shards."""
+    double = SimpleNamespace(gather=lambda times, _: torch.stack([times, 2 * times]))
+    longer = SimpleNamespace(gather=lambda times, _: torch.stack([times, times + 1]), others=[double])
+    tuned: Any = SimpleNamespace(_engine=SimpleNamespace(communicator=longer))
+    assert Tuning._agreed(tuned, [[1.0], [2.0, 3.0]], torch.device("cpu")) == [(4.0,), (6.0, 8.0)]
 
 
 def test_a_time_between_measured_ranks_is_on_a_line():
