@@ -160,7 +160,7 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     train(range(3, 5), model, other, forgetful)
     check_close(other.parameters(), model.parameters(), start)
     moved = [flat(one.parameters()) - flat(start) for one in (forgetful, model)]
-    assert relative(*moved) > 1e-3, "the error makes no difference"
+    assert relative(*moved) > 1e-3, "the state makes no difference"
     assert iteration(other) == iteration(model) == 5
 
 
