@@ -164,6 +164,8 @@ def _average(
                 held = list(gradients.values())
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
+                if last:
+                    state._unused.end_pass()
             if whole:
                 held = [buffer[s.span].view(s.shape) for s in segments]
             if forms is None:

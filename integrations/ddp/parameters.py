@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,8 +56,11 @@ class ParameterNames:
             raise RuntimeError(
                 "a bucket has a parameter that module= does not have; give the model that DistributedDataParallel wraps"
             )
-        names = [str(len(self.names) + position) for position in range(len(parameters))]
-        if self._expected:
+        # A bucket of a new wrapper may have known parameters too, which keep their numbers.
+        new = [parameter for parameter in parameters if parameter not in self.names]
+        given, expected = {*self.names.values()}, {name for bucket in self._expected for name, _ in bucket}
+        names = [str(len(given | expected) + position) for position in range(len(new))]
+        if expected - given and len(new) == len(parameters):
             shapes = [shape_of(parameter) for parameter in parameters]
             saved = dict(self._expected[index] if index < len(self._expected) else [])
             if [*saved.values()] != shapes:
@@ -65,7 +69,7 @@ class ParameterNames:
                     f"{[*saved.values()]} and now holds {shapes}. Give PowerSGDState module= when saving and loading"
                 )
             names = [*saved]
-        self.names.update(zip(parameters, names, strict=True))
+        self.names.update(zip(new, names, strict=True))
 
     def shapes(self, *, frozen: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all trainable parameters by name, or of those in ``record`` if they are numbered.
@@ -126,7 +130,7 @@ class UnusedParameters:
     """Takes back what a step has sent of parameters that no worker used in it. See ``PowerSGDState``.
 
     The errors keep what DDP discards. It knows these parameters when the backward pass is done. Its reducer is locked
-    while it calls a communication hook, so the counts are read before the next forward pass, and before errors are.
+    while it calls a communication hook, so the counts are read at the end of the pass.
     """
 
     def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:
@@ -138,7 +142,8 @@ class UnusedParameters:
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
         self._is_view: dict[str, bool] = {}
         # What gradients were like when the pass began, and those that a pass has left as they were: of an earlier pass,
-        # but DDP has copied them into the bucket.
+        # but DDP has copied them into the bucket. A pass may begin without a forward pass, as in a GAN of Lightning.
+        self._begun = False
         self._before: dict[Tensor, tuple[int, int] | None] = {}
         self._stale: dict[str, Tensor] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
@@ -146,8 +151,11 @@ class UnusedParameters:
         residuals.whole.late, residuals.decide = True, weakref.proxy(self)
         module.register_forward_pre_hook(self)
 
-    def __call__(self, *_: Any) -> None:
-        """Take back what the last step has sent of unused parameters, unless that was done."""
+    def __call__(self, *forward: Any) -> None:
+        """Take back what the last step has sent of unused parameters, unless that was done.
+
+        It is called at the end of a backward pass, before errors are read, and before a ``forward`` pass of the module.
+        """
         # Whether an open step is applied is not known, and its backward pass may not be done.
         buckets = [b for b in self._residuals.buckets() if b.applied is not None and not self._step.decides(b.applied)]
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
@@ -164,9 +172,24 @@ class UnusedParameters:
                     self._residuals.whole.take_back(kept)
                 self._residuals.whole.settle(self._step)
         self._seen = [bucket.product for bucket in buckets]
+        if forward and not self._begun:
+            self._before, self._begun = {}, True
         for parameter in self._names:
             # Not again if gradients are accumulated without being averaged.
             self._before.setdefault(parameter, _mark(parameter))
+
+    def end_pass(self) -> None:
+        """Let the pass be looked at when DDP has ended it. Call it in the hook of its last bucket."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def ended() -> None:
+            self()
+            self._begun = False
+
+        # A worker that has left a Join is in no backward pass.
+        if torch._C._current_graph_task_id() >= 0:
+            # DDP's own callback is queued after the outer one.
+            queue(lambda: queue(ended))
 
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step, and which are of an earlier pass."""

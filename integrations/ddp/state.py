@@ -231,7 +231,8 @@ class PowerSGDState(Handle):
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self._names.expect(saved["buckets"])
-        restore(self._engine, saved)
+        # With a module, the names are those of the model.
+        restore(self._engine, saved, strict=self._names.module is None)
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]
 

@@ -120,8 +120,11 @@ def own_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Load the result of ``own_state`` into an engine with its configuration. The next step compares the workers."""
+def restore(engine: Engine, saved: Mapping[str, Any], *, strict: bool) -> None:
+    """Load the result of ``own_state`` into an engine with its configuration. The next step compares the workers.
+
+    ``strict`` refuses matrices that come later and are not in it.
+    """
     engine.plan.begin(engine.tensors())
-    adopt(engine, *checked(engine, saved["core"], None, owner=saved["worker"]))
+    adopt(engine, *checked(engine, saved["core"], None, strict=strict, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]

@@ -314,6 +314,22 @@ def test_a_layer_is_unfrozen_after_a_state_was_loaded() -> None:
     assert state_for(wrapped).load_state_dict(state.state_dict(), rename=renamed).loaded
     state.load_state_dict(state.state_dict())
     assert name not in state.error()
+    copied = copy.deepcopy(state)
     weight.requires_grad_(True)
+    for continued in (copied, state):
+        training(model, 0, continued, range(2, 4))
+        assert continued.error()[name].any()
+
+
+@alone
+def test_parameters_without_a_module_keep_their_numbers_when_others_are_unfrozen() -> None:
+    model = linear_stack()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    state = state_for(None)
+    training(model, 0, state, range(2))
+    numbers = dict(state._names.names)
+    assert numbers.keys() == {*others}
+    first.requires_grad_(True)
     training(model, 0, state, range(2, 4))
-    assert state.error()[name].any()
+    assert state._names.names == {**numbers, first: str(len(numbers))}
