@@ -147,6 +147,8 @@ class UnusedParameters:
         self._before: dict[Tensor, tuple[int, int] | None] = {}
         self._stale: dict[str, Tensor] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
+        # How many workers use each parameter, in a static graph.
+        self._counts: Tensor | None = None
         # Not a cycle, so that errors on a device are freed with the state.
         residuals.whole.late, residuals.decide = True, weakref.proxy(self)
         module.register_forward_pre_hook(self)
@@ -162,7 +164,12 @@ class UnusedParameters:
         if fresh or self._residuals.whole.is_unsettled(self._step):
             with self._residuals.streams.everywhere():
                 module = self._module()
-                counts = None if module is None else module.reducer._get_local_used_map()
+                counts = self._counts
+                if counts is None and module is not None:
+                    counts = module.reducer._get_local_used_map()
+                    if module.static_graph:
+                        # The same in all passes, so that the host waits for them once.
+                        counts = self._counts = counts.cpu()
                 # On the CPU the host may look. Usually some worker uses each parameter.
                 if counts is not None and (counts.device.type != "cpu" or not counts.all()):
                     unused = (counts == 0).unbind()
