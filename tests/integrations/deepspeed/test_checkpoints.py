@@ -117,7 +117,7 @@ def load(case: Case, path: str, errors: str) -> None:
 
 # DeepSpeed itself loads ZeRO's checkpoints on another number of workers only after its conversion.
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "before", "after"), [(1, 2, 3), (2, 3, 2), (3, 2, 3)])
+@pytest.mark.parametrize(("stage", "before", "after"), [(1, 2, 3), (2, 3, 2), (3, 2, 3), (3, 3, 2)])
 def test_universal_checkpoints_ask_for_the_state(stage: int, before: int, after: int, tmp_path: Path) -> None:
     run(ready, before, save, (Case("", stage), str(tmp_path)))
     universal = convert(tmp_path / "saved", tmp_path / "universal" / "saved")
