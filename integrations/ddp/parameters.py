@@ -147,8 +147,9 @@ class UnusedParameters:
         self._before: dict[Tensor, tuple[int, int] | None] = {}
         self._stale: dict[str, Tensor] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
-        # How many workers use each parameter, in a static graph.
+        # How many workers use each parameter, in a static graph, and the parameters that a pass may leave unused.
         self._counts: Tensor | None = None
+        self._watched = {*names}
         # Not a cycle, so that errors on a device are freed with the state.
         residuals.whole.late, residuals.decide = True, weakref.proxy(self)
         module.register_forward_pre_hook(self)
@@ -170,6 +171,8 @@ class UnusedParameters:
                     if module.static_graph:
                         # The same in all passes, so that the host waits for them once.
                         counts = self._counts = counts.cpu()
+                        used = {name for name, place in self._places.items() if counts[place]}
+                        self._watched = {p for p, name in self._names.items() if name not in used}
                 # On the CPU the host may look. Usually some worker uses each parameter.
                 if counts is not None and (counts.device.type != "cpu" or not counts.all()):
                     unused = (counts == 0).unbind()
@@ -181,7 +184,7 @@ class UnusedParameters:
         self._seen = [bucket.product for bucket in buckets]
         if forward and not self._begun:
             self._before, self._begun = {}, True
-        for parameter in self._names:
+        for parameter in self._watched:
             # Not again if gradients are accumulated without being averaged.
             self._before.setdefault(parameter, _mark(parameter))
 
@@ -201,6 +204,8 @@ class UnusedParameters:
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step, and which are of an earlier pass."""
         for place, parameter in zip(places, parameters, strict=True):
+            if parameter not in self._watched:
+                continue
             gradient, name, before = parameter.grad, self._names[parameter], self._before.pop(parameter, None)
             self._is_view[name] = gradient is not None and gradient.data_ptr() == place.data_ptr()
             self._stale.pop(name, None)

@@ -185,7 +185,7 @@ class PowerSGDState(Handle):
             named = self._names.module is not None and (expected or saved.get("matrices") == {})
             # Those that are frozen now may have an error of the time before.
             held = {names.get(name, name) for name in saved.get("matrices") or ()}
-            frozen = {name: shape for name, shape in self._names.shapes(frozen=True).items() if name in held}
+            frozen = {name: shape for name, shape in known.items() if name in held}
             return saved, sizes(frozen | self._names.shapes(), self.config) if named else None
 
         report = load(self._engine, read, strict=strict, rename=names)
