@@ -74,13 +74,13 @@ def forget(engine: Engine) -> None:
     engine.residuals.forget_errors()
 
 
-def compared(engine: Engine, read: Read, **options: Any) -> Loaded:
+def compared(engine: Engine, read: Read, *, strict: bool = True, **options: Any) -> Loaded:
     """Check a saved state, and compare what the workers are about to load. Collective. See ``load``."""
 
     def check() -> tuple[Loaded, Facts, Facts]:
-        found = checked(engine, *read(), **options)
+        found = checked(engine, *read(), strict=strict, **options)
         with on_streams(engine):
-            return found, {}, {**saved_facts(found[0]), "strict": options.get("strict", True)}
+            return found, {}, {**saved_facts(found[0]), "strict": strict}
 
     return together("load_state_dict", check, engine.communicator, engine.buckets.device)
 
@@ -90,7 +90,7 @@ def checked(
     state_dict: Any,
     tensors: Mapping[str, Size] | None,
     *,
-    strict: bool = True,
+    strict: bool,
     rename: Mapping[str, str] | None = None,
     owner: tuple[int, int] | None = None,
 ) -> Loaded:

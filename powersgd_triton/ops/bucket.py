@@ -137,9 +137,10 @@ class Bucket:
         With ``copies`` of M, do so there. The product of an open step is not subtracted, since it is not known yet
         whether it is applied. Then, or if the last step is undecided, M stays as it is.
         """
-        applied = None if step.decides(self.applied) else self.applied
-        if copies is None and (step.undecided or applied is not self.applied):
+        is_open = step.decides(self.applied)
+        if copies is None and (is_open or step.undecided):
             return
+        applied = None if is_open else self.applied
         buffers = self.M or [] if copies is None else copies
         if applied is not None:
             for matrices, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
