@@ -1,9 +1,7 @@
-"""What only the hooks of DDP have, beside the table: collectives, torch's wrappers, ways to use DDP, whole buckets."""
+"""What only DDP's hook has, beside the table: collectives, torch's wrappers, ways to use DDP."""
 
 import contextlib
-import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.control import Control
-from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.balance import Ledger, check_same
-from tests.support.checks import assert_equal_states, random_states
+from tests.support.checks import random_states
 from tests.support.distributed import make_test
 from tests.support.sharded_training import Net, loss_of
 from tests.support.sharded_training import batch as token_batch
 from tests.support.training import (
     LIMIT,
     MANY,
-    ONE,
     WIDTH,
     Gradients,
     batch,
@@ -237,75 +233,7 @@ def unused(worker: int, world_size: int) -> None:
         ledger.check()
 
 
-# The batched hook, for which a bucket of DDP is one matrix.
-batched = functools.partial(training, hook=batched_powerSGD_hook)
-
-
-def one_matrix_a_bucket(worker: int, world_size: int) -> None:
-    """A bucket is one matrix, nearly square, which is averaged exactly at full rank, and saved."""
-    sizes: list[int] = []
-
-    def noting(state: Any, bucket: Any) -> Any:
-        if bucket.index() == 0:
-            sizes.clear()
-        sizes.append(bucket.buffer().numel())
-        return batched_powerSGD_hook(state, bucket)
-
-    expected = training(linear_stack(), worker, None, STEPS)
-    full, state = (state_for(None, rank, start_powerSGD_iter=2) for rank in (1000, RANK))
-    got = batched(linear_stack(), worker, full, STEPS)
-    assert max(step_differences(got, expected)) <= LIMIT
-    check_same(flat(averages) for averages in got)
-    found = training(linear_stack(), worker, state, range(6), hook=noting)
-    check_same(found[-1].values())
-    assert len(sizes) > 1
-    shapes = {f"bucket {i}": (n // (math.isqrt(n - 1) + 1), math.isqrt(n - 1) + 1) for i, n in enumerate(sizes)}
-    assert {name: tuple(error.shape) for name, error in state.error().items()} == shapes
-    sent = sum(n + RANK * sum(shape) - math.prod(shape) for n, shape in zip(sizes, shapes.values(), strict=True))
-    assert state.compression_stats()[1:] == (4 * sum(sizes), 4 * sent)
-    loaded = state_for(None, RANK, start_powerSGD_iter=2)
-    loaded.load_state_dict(state.state_dict())
-    assert_equal_states(state.state_dict(), loaded.state_dict())
-
-
-def buckets_that_may_change(worker: int, world_size: int) -> None:
-    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones.
-
-    What a bucket has not sent comes to its parameters in a new wrapper too, whose first buckets are others.
-    """
-    model = linear_stack()
-    exact = {name: torch.zeros_like(parameter).double() for name, parameter in model.named_parameters()}
-
-    def add_exact(step: int) -> None:
-        inputs, targets = batch(worker, step)
-        gradients = torch.autograd.grad(squared_error(model(inputs), targets), [*model.parameters()])
-        for gradient, given in zip(gradients, exact.values(), strict=True):
-            given += total(gradient) / world_size
-
-    low, full, other = (state_for(model, rank, start_powerSGD_iter=2) for rank in (1, 1000, 1))
-    batched(model, worker, low, range(2))
-    found = batched(model, worker, low, range(2, 6), before_step=add_exact)
-    full.load_state_dict(low.state_dict())
-    found += batched(model, worker, full, range(6, 10), before_step=add_exact)
-    for name, expected in exact.items():
-        assert relative(torch.stack([averages[name] for averages in found]).sum(0), expected) < LIMIT
-    other.load_state_dict(full.state_dict())
-    # It is saved again before a step.
-    other.load_state_dict(other.state_dict())
-    assert "has no matrix named" in complaint(training, model, worker, other, range(10, 11))
-    # The DDP model is taken as module= too.
-    by_function = PowerSGDState(None, lambda *_: 2, 2, module=DistributedDataParallel(model))
-    for state, parts in (
-        (state_for(None, 1), ("ValueError", "start_powerSGD_iter must be at least 2; got 0")),
-        (by_function, ("batched_powerSGD_hook has one matrix a bucket",)),
-        (low, ("RuntimeError", "the same model and bucket_cap_mb")),
-    ):
-        said = complaint(batched, model, worker, state, range(10, 14), cap=ONE)
-        assert all(part in said for part in parts), said
-
-
-OF_THE_HOOK = [collectives, groups, dtypes, two_dtypes_in_a_static_graph, uneven_inputs, unused]
-test_on_two_workers = make_test([*OF_THE_HOOK, one_matrix_a_bucket, buckets_that_may_change], 2)
+test_on_two_workers = make_test([collectives, groups, dtypes, two_dtypes_in_a_static_graph, uneven_inputs, unused], 2)
 
 
 @pytest.mark.usefixtures("one_worker")
